@@ -1,0 +1,36 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: run test gpu-test bench format clean
+
+# Train a small flow and compare its exact likelihood with its exact-gradient twin's.
+run: .venv/ready
+	$(BIN)/python examples/quickstart.py
+
+# Everything that CI checks: style, types, tests.
+test: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q
+
+# The tests that need an accelerator, on a machine that has one.
+gpu-test: .venv/ready
+	$(BIN)/pytest -q -m gpu
+
+bench: .venv/ready
+	$(BIN)/python benchmarks/layers.py
+
+format: .venv/ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv
+
+# Made anew whenever what it holds is to change.
+.venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("selfnorm needs Python 3.11 or newer, got " + sys.version.split()[0] + "; name another as: make PYTHON=python3.12")'
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,184 @@
+"""The contract every layer answers, and `Chain`, which composes layers under the same contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Surrogate(NamedTuple):
+    """What training sees of a layer: the right gradient, without a determinant.
+
+    z:               the layer's output.
+    log_det:         (N,) its *gradient* is the method's estimate of the log-determinant's gradient. Its value is not a
+                     likelihood; a self-normalizing layer returns zeros.
+    reconstruction:  (N, K) squared error ‖g(f(h)) − h‖² of each of the K self-normalizing layers inside.
+    """
+
+    z: Tensor
+    log_det: Tensor
+    reconstruction: Tensor
+
+
+class Bijection(nn.Module):
+    """An invertible map x → z of examples, batch first. Data → latent is `forward`, everywhere.
+
+    To write your own layer, subclass and answer two questions, both exactly and for any batch size, zero included:
+
+        forward(x, *, context=None) -> z, log_det    log_det = log|det ∂z/∂x|, shape (N,)
+        inverse(z, *, context=None) -> x, log_det    log_det = log|det ∂x/∂z|, the negative of the above
+
+    Everything else follows from these two. Override it only where the layer has something better:
+
+        surrogate(x)        what training calls. Must never wait on the device: no `.item()`, no check of values, so that a
+                            whole training step can be captured as one graph. If `forward` checks values, override this.
+        approx_inverse(z)   a cheaper, learned inverse
+        refined_inverse(z)  that inverse, iterated until it is exact to a tolerance
+        initialize(x)       data-dependent initialisation; called once, before the first step
+        after_step()        called by the training loop after each optimiser step
+
+    Keep all state in parameters and buffers, hard-code neither device nor dtype, and raise a `ValueError` that says who,
+    expected what, and got what. `context` conditions the layers that are built for one; the others ignore it. Add the layer
+    to the registry in `tests/registry.py` and it is tested like every other.
+    """
+
+    #: Submodule path of each self-normalizing layer inside, in the order of `Surrogate.reconstruction`'s columns;
+    #: `bijection.get_submodule(name)` is the layer.
+    @property
+    def reconstruction_names(self) -> tuple[str, ...]:
+        return ()
+
+    def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x → z, log|det ∂z/∂x| (N,), both exact."""
+        raise NotImplementedError(f"{type(self).__name__} must define forward(x, *, context=None) -> z, log_det")
+
+    def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """z → x, log|det ∂x/∂z| (N,), both exact."""
+        raise NotImplementedError(f"{type(self).__name__} must define inverse(z, *, context=None) -> x, log_det")
+
+    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+        """x → `Surrogate`; a layer with a cheap determinant gives its exact pair and nothing to reconstruct."""
+        z, log_det = self.forward(x, context=context)
+        return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
+
+    def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
+        """z → x by the learned inverse where there is one, else exactly."""
+        return self.inverse(z, context=context)[0]
+
+    def refined_inverse(self, z: Tensor, *, context: Tensor | None = None, tolerance: float | None = None) -> Tensor:
+        """z → x by the learned inverse, iterated until ‖z − f(x)‖ ≤ tolerance·‖z‖ in each layer."""
+        return self.inverse(z, context=context)[0]
+
+    def initialize(self, x: Tensor, *, context: Tensor | None = None) -> None:
+        """Set data-dependent state from a first batch; a layer that has been initialised keeps what it has."""
+
+    def after_step(self) -> None:
+        """Do what the layer does after each optimiser step."""
+
+
+class Chain(Bijection):
+    """Layers one after another: f = f_K ∘ … ∘ f_1, log-dets added, reconstructions side by side.
+
+    >>> from selfnorm import Chain, SelfNormLinear, SmoothLeakyReLU
+    >>> chain = Chain(SelfNormLinear(4), SmoothLeakyReLU(), SelfNormLinear(4))
+    >>> z, log_det = chain(torch.randn(8, 4))
+    >>> z.shape, log_det.shape, chain.reconstruction_names
+    (torch.Size([8, 4]), torch.Size([8]), ('0', '2'))
+    """
+
+    def __init__(self, *layers: Bijection) -> None:
+        super().__init__()
+        for index, layer in enumerate(layers):
+            if not isinstance(layer, Bijection):
+                raise ValueError(f"Chain: expected every layer to be a Bijection, got {type(layer).__name__} at {index}")
+            self.add_module(str(index), layer)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[Bijection]:
+        return iter(self._modules.values())  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Bijection:
+        return list(self)[index]
+
+    @property
+    def reconstruction_names(self) -> tuple[str, ...]:
+        return tuple(f"{index}.{name}".rstrip(".") for index, layer in enumerate(self) for name in layer.reconstruction_names)
+
+    def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        total = x.new_zeros(x.shape[0])
+        for index, layer in enumerate(self):
+            with _named(index, layer):
+                x, log_det = layer(x, context=context)
+                _expect_finite(layer, "forward", x, log_det)
+            total = total + log_det
+        return x, total
+
+    def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        total = z.new_zeros(z.shape[0])
+        for index, layer in reversed(list(enumerate(self))):
+            with _named(index, layer):
+                z, log_det = layer.inverse(z, context=context)
+                _expect_finite(layer, "inverse", z, log_det)
+            total = total + log_det
+        return z, total
+
+    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+        total = x.new_zeros(x.shape[0])
+        columns = [x.new_zeros(x.shape[0], 0)]
+        for layer in self:
+            x, log_det, reconstruction = layer.surrogate(x, context=context)
+            total = total + log_det
+            if reconstruction.shape[1]:
+                columns.append(reconstruction)
+        return Surrogate(x, total, torch.cat(columns, dim=1))
+
+    def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
+        for layer in reversed(list(self)):
+            z = layer.approx_inverse(z, context=context)
+        return z
+
+    def refined_inverse(self, z: Tensor, *, context: Tensor | None = None, tolerance: float | None = None) -> Tensor:
+        for index, layer in reversed(list(enumerate(self))):
+            with _named(index, layer):
+                z = layer.refined_inverse(z, context=context, tolerance=tolerance)
+        return z
+
+    @torch.no_grad()
+    def initialize(self, x: Tensor, *, context: Tensor | None = None) -> None:
+        for index, layer in enumerate(self):
+            with _named(index, layer):
+                layer.initialize(x, context=context)
+                x = layer.surrogate(x, context=context).z
+
+    def after_step(self) -> None:
+        for layer in self:
+            layer.after_step()
+
+
+@contextmanager
+def _named(index: int, layer: Bijection) -> Iterator[None]:
+    """Say in a layer's error where in the chain it stands: in a Glow of 96 layers the class name is not enough."""
+    try:
+        yield
+    except ValueError as error:
+        error.args = (f"layer {index}: {error}",)
+        raise
+
+
+def _expect_finite(layer: Bijection, method: str, out: Tensor, log_det: Tensor) -> None:
+    # One sum and one read: a non-finite entry anywhere makes the sum non-finite. A sum that merely overflows is looked at.
+    if torch.isfinite(out.sum() + log_det.sum()):
+        return
+    for name, value in (("output", out), ("log_det", log_det)):
+        bad = int((~torch.isfinite(value)).sum())
+        if bad:
+            raise ValueError(
+                f"{type(layer).__name__}.{method}: expected a finite {name}, got {bad} non-finite of {value.numel()} entries; "
+                "look for non-finite inputs or parameters, or for values beyond the dtype's range"
+            )

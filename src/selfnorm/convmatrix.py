@@ -1,0 +1,163 @@
+"""Same-size convolutions as matrices.
+
+A same-size convolution is a sum over taps, T(w) = Σ_kl w[:, :, k, l] ⊗ S_k ⊗ S_l, where S_k is the 0/1 matrix that shifts an axis
+by tap k's offset, dropping (zero padding) or wrapping (circular padding) what leaves the image. All that the layers need follows
+from it: the matrix, its transpose T(w)ᵀ = T(flip w), how often each tap is used (the sum of S_k's entries), and, for circular
+padding, the Fourier symbols that make T(w) block-diagonal.
+
+Kernels are (C, C/groups, kh, kw) as in torch; a group's channels are contiguous, so T(w) is block-diagonal over groups.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.grad import conv2d_weight
+
+PaddingMode = Literal["zeros", "circular"]
+
+
+class Geometry(NamedTuple):
+    """What, beside the kernel, says which same-size convolution is meant."""
+
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+    padding_mode: PaddingMode = "zeros"
+
+
+def convolve(x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
+    """T(w)x for a batch of images (N, C, H, W). Cost: O(N·HW·C²/groups·kh·kw)."""
+    x, padding = _pad(x, _kernel_size(w), geometry)
+    return F.conv2d(x, w, padding=padding, dilation=geometry.dilation, groups=geometry.groups)
+
+
+def kernel_gradient(x: Tensor, grad_z: Tensor, kernel_size: tuple[int, int], geometry: Geometry) -> Tensor:
+    """Σ_n ∂⟨T(w)x_n, grad_z_n⟩/∂w: what grad_z, arriving at T(w)x, means for the kernel."""
+    channels = x.shape[1]
+    x, padding = _pad(x, kernel_size, geometry)
+    shape = (channels, channels // geometry.groups, *kernel_size)
+    return conv2d_weight(x, shape, grad_z, padding=padding, dilation=geometry.dilation, groups=geometry.groups)
+
+
+def flip(w: Tensor, groups: int = 1) -> Tensor:
+    """The kernel of the transpose, T(flip w) = T(w)ᵀ: in each group, in- and output channels swapped and space mirrored."""
+    channels, per_group, kh, kw = w.shape
+    blocks = w.reshape(groups, channels // groups, per_group, kh, kw)
+    return blocks.transpose(1, 2).flip(-2, -1).reshape(channels, per_group, kh, kw)
+
+
+def resize_kernel(w: Tensor, kernel_size: tuple[int, int]) -> Tensor:
+    """w cut at or padded with zeros around its centre to another odd size."""
+    kh, kw = _kernel_size(w)
+    rows, columns = (kernel_size[0] - kh) // 2, (kernel_size[1] - kw) // 2
+    return F.pad(w, (columns, columns, rows, rows))  # negative padding cuts
+
+
+def dirac(channels: int, kernel_size: tuple[int, int], groups: int = 1) -> Tensor:
+    """The kernel of the identity map."""
+    identity = torch.eye(channels // groups).repeat(groups, 1)
+    return resize_kernel(identity[:, :, None, None], kernel_size)
+
+
+def tap_counts(
+    kernel_size: tuple[int, int], size: tuple[int, int], geometry: Geometry, device: torch.device | None = None
+) -> Tensor:
+    """How often each tap (kh, kw) occurs in one channel pair's block of T(w): m in the paper."""
+    rows, columns = (
+        _axis_counts(taps, length, step, geometry.padding_mode, device)
+        for taps, length, step in zip(kernel_size, size, geometry.dilation, strict=True)
+    )
+    return torch.outer(rows, columns)
+
+
+def conv_matrix(w: Tensor, size: tuple[int, int], geometry: Geometry) -> Tensor:
+    """T(w) as (groups, D, D) blocks with D = C/groups·H·W; group g maps x[:, g's channels].flatten(1). Cost: O(groups·D²·kw)."""
+    rows, columns = (
+        _shifts(taps, length, step, geometry.padding_mode, w)
+        for taps, length, step in zip(_kernel_size(w), size, geometry.dilation, strict=True)
+    )
+    kernel = _grouped(w, geometry.groups)
+    # (groups, out, in, kh, kw) -> shift columns, then rows -> (groups, out, H, W, in, H', W')
+    wide = torch.einsum("goikl,lvw->goikvw", kernel, columns)
+    matrix = torch.einsum("goikvw,khj->gohvijw", wide, rows)
+    block = kernel.shape[1] * math.prod(size)
+    return matrix.reshape(geometry.groups, block, block)
+
+
+def circular_symbols(w: Tensor, size: tuple[int, int], geometry: Geometry) -> Tensor:
+    """T(w)'s blocks in the Fourier basis for circular padding: (groups, H·W, C/groups, C/groups), complex. Cost: O(HW·C²·kh)."""
+    rows, columns = (
+        _phases(taps, length, step, w) for taps, length, step in zip(_kernel_size(w), size, geometry.dilation, strict=True)
+    )
+    kernel = _grouped(w, geometry.groups).to(rows.dtype)
+    wide = torch.einsum("goikl,lv->gvoik", kernel, columns)
+    return torch.einsum("gvoik,kh->ghvoi", wide, rows).flatten(1, 2)
+
+
+def least_squares_inverse(w: Tensor, kernel_size: tuple[int, int], groups: int = 1) -> Tensor:
+    """The kernel r that minimises ‖r ⋆ w − δ‖, the best inverse of this size away from the image's border.
+
+    Exact for 1×1 kernels. Dilation does not matter: both kernels live on the same dilated lattice. Cost: one least-squares
+    problem of C/groups·(kh+rh−1)·(kw+rw−1) equations for C/groups·rh·rw unknowns in each group.
+    """
+    kh, kw = _kernel_size(w)
+    reach = (kernel_size[0] + kh - 1, kernel_size[1] + kw - 1)
+    # r ⋆ w is linear in r. On a plane just wide enough that nothing meets the border, column (i, a, b) of the matrix below is
+    # what w makes of r's tap (i, a, b), and the target is the identity's kernel on that plane.
+    kernel = _grouped(w, groups)
+    channels = kernel.shape[1]
+    taps = torch.eye(channels * math.prod(kernel_size), dtype=w.dtype, device=w.device)
+    taps = resize_kernel(taps.reshape(-1, channels, *kernel_size), reach)
+    target = resize_kernel(dirac(channels, (1, 1)).to(taps), reach).flatten(1)
+    solutions = []
+    for group in kernel:
+        composed = F.conv2d(taps, flip(group), padding=(kh // 2, kw // 2)).flatten(1)
+        solutions.append(torch.linalg.lstsq(composed.T, target.T).solution.T.reshape(-1, channels, *kernel_size))
+    return torch.cat(solutions)
+
+
+def _kernel_size(w: Tensor) -> tuple[int, int]:
+    return w.shape[-2], w.shape[-1]
+
+
+def _grouped(w: Tensor, groups: int) -> Tensor:
+    return w.reshape(groups, w.shape[0] // groups, *w.shape[1:])
+
+
+def _offsets(taps: int, step: int, device: torch.device | None) -> Tensor:
+    return (torch.arange(taps, device=device) - taps // 2) * step
+
+
+def _pad(x: Tensor, kernel_size: tuple[int, int], geometry: Geometry) -> tuple[Tensor, tuple[int, int]]:
+    """The input, and the zero padding that is left for torch's convolution to add."""
+    rows, columns = (step * (taps // 2) for taps, step in zip(kernel_size, geometry.dilation, strict=True))
+    if geometry.padding_mode == "zeros" or rows == columns == 0:
+        return x, (rows, columns)
+    return F.pad(x, (columns, columns, rows, rows), mode="circular"), (0, 0)
+
+
+def _axis_counts(taps: int, length: int, step: int, mode: PaddingMode, device: torch.device | None) -> Tensor:
+    offsets = _offsets(taps, step, device)
+    if mode == "circular":
+        return torch.full_like(offsets, length)
+    return (length - offsets.abs()).clamp(min=0)
+
+
+def _shifts(taps: int, length: int, step: int, mode: PaddingMode, like: Tensor) -> Tensor:
+    """S (taps, length, length): S[k, i, j] = 1 where output i reads input j through tap k."""
+    position = torch.arange(length, device=like.device)
+    reads = position[None, :, None] + _offsets(taps, step, like.device)[:, None, None]
+    if mode == "circular":
+        reads = reads % length
+    return (reads == position).to(like.dtype)
+
+
+def _phases(taps: int, length: int, step: int, like: Tensor) -> Tensor:
+    """(taps, length): a tap at offset d multiplies frequency f by exp(2πi·f·d/length)."""
+    angle = torch.outer(_offsets(taps, step, like.device), torch.arange(length, device=like.device)) % length
+    angle = angle.to(like.dtype) * (2 * math.pi / length)
+    return torch.polar(torch.ones_like(angle), angle)

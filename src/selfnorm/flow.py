@@ -1,0 +1,163 @@
+"""`Flow`: a bijection and a base distribution make a density that can be scored, trained and sampled."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from selfnorm.bijection import Bijection, Surrogate
+from selfnorm.checks import expect_float, expect_shape
+
+Inverse = Literal["learned", "exact", "refined"]
+
+
+class StandardNormal(nn.Module):
+    """N(0, I) over examples of a shape; given none, over the shape that it saw last."""
+
+    _like: Tensor
+
+    def __init__(self, shape: tuple[int, ...] | None = None) -> None:
+        super().__init__()
+        self._fixed = None if shape is None else tuple(shape)
+        self._seen = self._fixed
+        # Carries device and dtype along with .to(); holds nothing to save.
+        self.register_buffer("_like", torch.zeros(()), persistent=False)
+
+    def extra_repr(self) -> str:
+        return "" if self._fixed is None else f"{self._fixed}"
+
+    def log_prob(self, z: Tensor) -> Tensor:
+        """log N(z; 0, I), (N,)."""
+        if self._fixed is not None:
+            expect_shape(self, z, *self._fixed)
+        elif self._seen != z.shape[1:]:
+            self._seen = tuple(z.shape[1:])
+        dimensions = math.prod(z.shape[1:])
+        return -0.5 * z.square().flatten(1).sum(1) - 0.5 * dimensions * math.log(2 * math.pi)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """n draws, (n, *shape), on this module's device and in its dtype."""
+        if self._seen is None:
+            raise ValueError(
+                "StandardNormal: expected to know the latent's shape, got none: build the flow with base=StandardNormal(shape), "
+                "or score a batch of data once"
+            )
+        return torch.randn(n, *self._seen, generator=generator, device=self._like.device, dtype=self._like.dtype)
+
+
+class Flow(nn.Module):
+    """A density over x: z = bijection(x) follows the base distribution, N(0, I) unless another is given.
+
+    base: a module with `log_prob(z) -> (N,)` and `sample(n, generator=None) -> z`.
+
+    >>> from selfnorm import Chain, SelfNormLinear, SmoothLeakyReLU
+    >>> flow = Flow(Chain(SelfNormLinear(2), SmoothLeakyReLU(), SelfNormLinear(2)))
+    >>> x = torch.randn(8, 2)
+    >>> flow.log_prob(x).shape, flow.sample(3).shape
+    (torch.Size([8]), torch.Size([3, 2]))
+    """
+
+    def __init__(self, bijection: Bijection, base: nn.Module | None = None) -> None:
+        super().__init__()
+        if not isinstance(bijection, Bijection):
+            raise ValueError(f"Flow: expected a Bijection, got {type(bijection).__name__}")
+        self.bijection = bijection
+        self.base = StandardNormal() if base is None else base
+
+    @property
+    def reconstruction_names(self) -> tuple[str, ...]:
+        """Where in `bijection` each column of `surrogate(x).reconstruction` comes from."""
+        return self.bijection.reconstruction_names
+
+    def forward(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+        """The same as `surrogate`, so that wrappers which know only `forward` can train a flow."""
+        return self.surrogate(x, context=context)
+
+    def log_prob(self, x: Tensor, *, context: Tensor | None = None) -> Tensor:
+        """log p(x), (N,): exact. Linear layers factorise their weight once; further batches cost no factorisation."""
+        z, log_det = self._encode(x, context)
+        log_prob: Tensor = self.base.log_prob(z) + log_det  # type: ignore[operator]
+        if torch.isnan(log_prob).any():
+            raise ValueError(f"Flow.log_prob: expected numbers, got NaN from the base distribution {type(self.base).__name__}")
+        return log_prob
+
+    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+        """What training differentiates: `log_det` includes the base's log-density; right gradient, but no likelihood.
+
+        loss = −log_det.mean() + λ·reconstruction.sum(1).mean()
+        """
+        expect_float("Flow.surrogate", x)
+        z, log_det, reconstruction = self.bijection.surrogate(x, context=context)
+        return Surrogate(z, self.base.log_prob(z) + log_det, reconstruction)  # type: ignore[operator]
+
+    def encode(self, x: Tensor, *, context: Tensor | None = None) -> Tensor:
+        """x → z, exact."""
+        return self._encode(x, context)[0]
+
+    def decode(self, z: Tensor, inverse: Inverse = "learned", *, context: Tensor | None = None) -> Tensor:
+        """z → x by the learned inverse, the exact one, or the learned one refined until it is exact to a tolerance."""
+        if inverse not in get_args(Inverse):
+            raise ValueError(f"Flow.decode: expected inverse to be one of {', '.join(get_args(Inverse))}, got {inverse!r}")
+        expect_float("Flow.decode", z)
+        if inverse == "learned":
+            x = self.bijection.approx_inverse(z, context=context)
+        elif inverse == "refined":
+            x = self.bijection.refined_inverse(z, context=context)
+        else:
+            x = self.bijection.inverse(z, context=context)[0]
+        _expect_finite(f"Flow.decode(inverse={inverse!r})", "result", x)
+        return x
+
+    @torch.no_grad()
+    def sample(
+        self,
+        n: int,
+        inverse: Inverse = "learned",
+        generator: torch.Generator | None = None,
+        *,
+        context: Tensor | None = None,
+    ) -> Tensor:
+        """n draws of x, without gradient. "learned" is cheapest and as good as the learned inverse; "exact" follows p(x)."""
+        z = self.base.sample(n, generator=generator)  # type: ignore[operator]
+        return self.decode(z, inverse, context=context)
+
+    def sample_and_log_prob(
+        self,
+        n: int,
+        inverse: Inverse = "exact",
+        generator: torch.Generator | None = None,
+        *,
+        context: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """n draws of x, and log p(x) of each, (n,): the exact density at that x, however it was drawn. Differentiable."""
+        z = self.base.sample(n, generator=generator)  # type: ignore[operator]
+        if inverse != "exact":
+            x = self.decode(z, inverse, context=context)
+            return x, self.log_prob(x, context=context)
+        x, log_det = self.bijection.inverse(z, context=context)
+        _expect_finite("Flow.sample_and_log_prob", "result", x)
+        return x, self.base.log_prob(z) - log_det  # type: ignore[operator]
+
+    def initialize(self, x: Tensor, *, context: Tensor | None = None) -> None:
+        """Data-dependent initialisation from a first batch (ActNorm's); call it once, before the first step."""
+        expect_float("Flow.initialize", x)
+        self.bijection.initialize(x, context=context)
+
+    def after_step(self) -> None:
+        """Call after each optimiser step."""
+        self.bijection.after_step()
+
+    def _encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        expect_float("Flow", x)
+        _expect_finite("Flow", "input", x)
+        z, log_det = self.bijection(x, context=context)
+        return z, log_det
+
+
+def _expect_finite(who: str, what: str, x: Tensor) -> None:
+    bad = int((~torch.isfinite(x)).sum())
+    if bad:
+        raise ValueError(f"{who}: expected a finite {what}, got {bad} non-finite of {x.numel()} values")

@@ -1,0 +1,105 @@
+"""Affine maps whose scale and shift a small network reads from elsewhere: a context, or half of the channels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from selfnorm.bijection import Bijection
+from selfnorm.checks import count, describe, expect_shape
+from selfnorm.layers.elementwise import sum_event
+
+
+class ConditionalAffine(Bijection):
+    """z = x·exp(log s) + t with log s and t read from a context image: log s = 2·tanh(h/2) is within ±2.
+
+    The network is Glow's: 3×3 → ReLU → 1×1 → ReLU → 3×3, `hidden` wide, whose last layer starts at zero, so that the map
+    starts as the identity. x: (N, channels, H, W); context: (N, context_channels, H, W).
+    """
+
+    def __init__(self, channels: int, context_channels: int, hidden: int = 512) -> None:
+        super().__init__()
+        self.channels = count("ConditionalAffine", "channels", channels)
+        self.context_channels = count("ConditionalAffine", "context_channels", context_channels)
+        self.hidden = count("ConditionalAffine", "hidden", hidden)
+        self.network = nn.Sequential(
+            nn.Conv2d(context_channels, hidden, 3, padding=1), nn.ReLU(), nn.Conv2d(hidden, hidden, 1), nn.ReLU()
+        )
+        self.last = nn.Conv2d(hidden, 2 * channels, 3, padding=1)
+        self.last_log_scale = nn.Parameter(torch.zeros(2 * channels))
+        nn.init.zeros_(self.last.weight)
+        assert self.last.bias is not None
+        nn.init.zeros_(self.last.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, context_channels={self.context_channels}, hidden={self.hidden}"
+
+    def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        log_scale, shift = self._read(x, context)
+        return x * log_scale.exp() + shift, sum_event(log_scale)
+
+    def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        log_scale, shift = self._read(z, context)
+        return (z - shift) * (-log_scale).exp(), -sum_event(log_scale)
+
+    def _read(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        expect_shape(self, x, self.channels, "H", "W")
+        context = expect_context(self, context, self.context_channels, x)
+        h = self.last(self.network(context)) * (3 * self.last_log_scale).exp()[:, None, None]
+        return 2 * torch.tanh(h[:, 0::2] / 2), h[:, 1::2]
+
+
+class AffineCoupling(Bijection):
+    """The first half of the channels stays and says how the other half is scaled and shifted (Dinh et al., 2017; Glow).
+
+    With `context_channels`, a context of that many channels, (N, context_channels, H, W) or (N, context_channels) for the whole
+    image, is read beside the first half.
+
+    >>> layer = AffineCoupling(4, hidden=8)
+    >>> z, log_det = layer(torch.randn(5, 4, 6, 6))
+    >>> z.shape, log_det.shape
+    (torch.Size([5, 4, 6, 6]), torch.Size([5]))
+    """
+
+    def __init__(self, channels: int, hidden: int = 512, context_channels: int = 0) -> None:
+        super().__init__()
+        if not isinstance(channels, int) or channels < 2:
+            raise ValueError(f"AffineCoupling: expected at least 2 channels to split, got {channels}")
+        if context_channels < 0:
+            raise ValueError(f"AffineCoupling: expected context_channels of at least 0, got {context_channels}")
+        self.channels = channels
+        self.context_channels = context_channels
+        self.affine = ConditionalAffine(channels - channels // 2, channels // 2 + context_channels, hidden)
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, hidden={self.affine.hidden}, context_channels={self.context_channels}"
+
+    def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        stay, change, guide = self._split(x, context)
+        change, log_det = self.affine(change, context=guide)
+        return torch.cat([stay, change], dim=1), log_det
+
+    def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        stay, change, guide = self._split(z, context)
+        change, log_det = self.affine.inverse(change, context=guide)
+        return torch.cat([stay, change], dim=1), log_det
+
+    def _split(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        expect_shape(self, x, self.channels, "H", "W")
+        stay, change = x[:, : self.channels // 2], x[:, self.channels // 2 :]
+        if not self.context_channels:
+            return stay, change, stay
+        return stay, change, torch.cat([stay, expect_context(self, context, self.context_channels, x)], dim=1)
+
+
+def expect_context(layer: nn.Module, context: Tensor | None, channels: int, x: Tensor) -> Tensor:
+    """The context as an image beside x; a vector for the whole image is spread over it."""
+    if context is not None and context.dim() == 2:
+        context = context[:, :, None, None].expand(-1, -1, *x.shape[2:])
+    expected = (x.shape[0], channels, *x.shape[2:])
+    if context is None or tuple(context.shape) != expected:
+        got = "none" if context is None else f"{tuple(context.shape)}"
+        raise ValueError(
+            f"{describe(layer)}: expected a context of shape {expected} or {expected[:2]}, got {got}; pass it as context="
+        )
+    return context

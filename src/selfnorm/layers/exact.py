@@ -1,0 +1,229 @@
+"""Unconstrained linear and convolutional layers with exact determinants, and what their self-normalizing twins share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selfnorm.bijection import Bijection, Surrogate
+from selfnorm.blocks import BlockForm, Circular, Dense, PerPixel, ZeroPadded
+from selfnorm.checks import count, describe, expect_shape, pair
+from selfnorm.convmatrix import Geometry, PaddingMode, convolve, dirac
+from selfnorm.inverses import AmortisedLogDet, ExactFactors, FactoredSolve, widen
+
+
+class LinearMap(Bijection):
+    """z = Wx + b, W square and unconstrained: the exact map, its inverse and its log-determinant. Abstract.
+
+    The first exact call after a change of the weight factorises W in float64, O(m³) for each block of m rows; each later one
+    costs a comparison with a copy of the weight. The factors for `inverse` are kept in eval mode only.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._factors = ExactFactors()
+
+    def check_input(self, x: Tensor) -> None:
+        """Refuse a batch of the wrong shape."""
+        raise NotImplementedError
+
+    def form(self, x: Tensor) -> BlockForm:
+        """How W falls into blocks for examples of x's shape."""
+        raise NotImplementedError
+
+    def apply_weight(self, x: Tensor) -> Tensor:
+        """Wx, without the bias."""
+        raise NotImplementedError
+
+    def broadcast_bias(self) -> Tensor | float:
+        """The bias, shaped to be added to a batch; 0 without one."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        self.check_input(x)
+        return self.apply_weight(x) + self.broadcast_bias(), self._log_abs_det(x)
+
+    def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        self.check_input(z)
+        form = self.form(z)
+        lu, pivots = self._factors.lu(describe(self), self.weight, form, keep=not self.training)
+        # W's blocks are built again only where their gradient is wanted; else the factors stand in for them.
+        wants_gradient = torch.is_grad_enabled() and self.weight.requires_grad
+        blocks = form.blocks(widen(self.weight)) if wants_gradient else lu
+        columns = form.split(widen(z - self.broadcast_bias()))
+        x = form.join(FactoredSolve.apply(blocks, columns, lu, pivots))
+        return x.to(z), -self._log_abs_det(z)
+
+    def _log_abs_det(self, x: Tensor) -> Tensor:
+        """log|det W| for each example of x: exact, and factorised again for its gradient only in a backward pass."""
+        form = self.form(x)
+        value = self._factors.log_abs_det(describe(self), self.weight, form)
+        log_det = AmortisedLogDet.apply(self.weight, value, lambda weight: log_abs_det(widen(weight), form))
+        return log_det.to(x).expand(x.shape[0])
+
+
+def log_abs_det(weight: Tensor, form: BlockForm) -> Tensor:
+    """log|det W| in the weight's own precision, differentiable, unchecked and without waiting on the device."""
+    return form.copies * torch.linalg.slogdet(form.blocks(weight)).logabsdet.sum()
+
+
+class DenseMap(LinearMap):
+    """A D × D matrix W acting on (N, D), started as the paper does: I + Xavier-normal noise of gain 0.01. Abstract."""
+
+    def __init__(self, features: int, bias: bool = True) -> None:
+        super().__init__()
+        self.features = count(type(self).__name__, "features", features)
+        self.weight = nn.Parameter(torch.eye(features) + nn.init.xavier_normal_(torch.empty(features, features), gain=0.01))
+        self.bias = nn.Parameter(torch.zeros(features)) if bias else None
+
+    def extra_repr(self) -> str:
+        return f"{self.features}, bias={self.bias is not None}"
+
+    def check_input(self, x: Tensor) -> None:
+        expect_shape(self, x, self.features)
+
+    def form(self, x: Tensor) -> BlockForm:
+        return Dense()
+
+    def apply_weight(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+    def broadcast_bias(self) -> Tensor | float:
+        return 0.0 if self.bias is None else self.bias
+
+
+class ConvMap(LinearMap):
+    """A same-size convolution acting on (N, C, H, W), for any H and W. Abstract.
+
+    Started as the paper does: k×k as the identity's kernel + Xavier-normal noise of gain 0.01, 1×1 as a random rotation.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int = 1,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        padding_mode: PaddingMode = "zeros",
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        who = type(self).__name__
+        self.channels = count(who, "channels", channels)
+        self.kernel_size = odd_kernel(who, "kernel_size", kernel_size)
+        if stride not in (1, (1, 1)):
+            raise ValueError(f"{who}: expected stride 1, got {stride}; a strided convolution is not invertible")
+        if channels % count(who, "groups", groups):
+            raise ValueError(f"{who}: expected groups that divide the {channels} channels, got {groups}")
+        if padding_mode not in ("zeros", "circular"):
+            raise ValueError(f"{who}: expected padding_mode 'zeros' or 'circular', got {padding_mode!r}")
+        self.geometry = Geometry(pair(who, "dilation", dilation), groups, padding_mode)
+        self.weight = nn.Parameter(_initial_kernel(channels, self.kernel_size, groups))
+        self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
+
+    def extra_repr(self) -> str:
+        dilation, groups, padding_mode = self.geometry
+        return (
+            f"{self.channels}, kernel_size={self.kernel_size}, dilation={dilation}, groups={groups}, "
+            f"padding_mode={padding_mode!r}, bias={self.bias is not None}"
+        )
+
+    def check_input(self, x: Tensor) -> None:
+        expect_shape(self, x, self.channels, "H", "W")
+        self.check_fit("kernel_size", self.kernel_size, x)
+
+    def check_fit(self, name: str, kernel_size: tuple[int, int], x: Tensor) -> None:
+        """Refuse a circular kernel that would wrap onto itself."""
+        if self.geometry.padding_mode != "circular":
+            return
+        spans = [step * (taps - 1) + 1 for taps, step in zip(kernel_size, self.geometry.dilation, strict=True)]
+        if spans[0] > x.shape[2] or spans[1] > x.shape[3]:
+            raise ValueError(
+                f"{describe(self)}: expected images of at least {spans[0]}×{spans[1]} for a circular {name} of {kernel_size} "
+                f"with dilation {self.geometry.dilation}, got {x.shape[2]}×{x.shape[3]}"
+            )
+
+    def form(self, x: Tensor) -> BlockForm:
+        size = (x.shape[1], x.shape[2], x.shape[3])
+        if self.kernel_size == (1, 1):
+            return PerPixel(size, self.geometry.groups)
+        return (Circular if self.geometry.padding_mode == "circular" else ZeroPadded)(size, self.geometry)
+
+    def apply_weight(self, x: Tensor) -> Tensor:
+        return convolve(x, self.weight, self.geometry)
+
+    def broadcast_bias(self) -> Tensor | float:
+        return 0.0 if self.bias is None else self.bias[:, None, None]
+
+
+def odd_kernel(who: str, name: str, kernel_size: int | tuple[int, int]) -> tuple[int, int]:
+    sides = pair(who, name, kernel_size)
+    if not all(side % 2 for side in sides):
+        raise ValueError(f"{who}: expected a {name} with odd sides, got {kernel_size}; an even kernel has no centre")
+    return sides
+
+
+def _initial_kernel(channels: int, kernel_size: tuple[int, int], groups: int) -> Tensor:
+    width = channels // groups
+    if kernel_size == (1, 1):
+        return torch.cat([nn.init.orthogonal_(torch.empty(width, width)) for _ in range(groups)])[:, :, None, None]
+    noise = nn.init.xavier_normal_(torch.empty(channels, width, *kernel_size), gain=0.01)
+    return dirac(channels, kernel_size, groups) + noise
+
+
+class _ExactTraining(LinearMap):
+    """Training by the exact gradient, as the self-normalizing twins' control: O(m³) a step for each block of m rows. Abstract."""
+
+    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+        self.check_input(x)
+        z = self.apply_weight(x) + self.broadcast_bias()
+        return Surrogate(z, log_abs_det(self.weight, self.form(x)).expand(x.shape[0]), x.new_zeros(x.shape[0], 0))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        state_dict.pop(prefix + "weight_inv", None)  # a self-normalizing twin's state: all but its learned inverse is ours
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class ExactLinear(_ExactTraining, DenseMap):
+    """z = Wx + b with W any invertible D × D matrix; trained by the exact gradient, an O(D³) factorisation a step.
+
+    Parameters: weight (D, D), bias (D,). The state of a `SelfNormLinear` loads into it, and its own into a `SelfNormLinear`.
+
+    >>> layer = ExactLinear(3)
+    >>> x = torch.randn(5, 3)
+    >>> z, log_det = layer(x)
+    >>> bool(torch.allclose(layer.inverse(z)[0], x, atol=1e-5))
+    True
+    """
+
+
+class ExactConv2d(_ExactTraining, ConvMap):
+    """z = w ⋆ x + b, a same-size convolution by any invertible kernel; trained by the exact gradient.
+
+    A step factorises T(w): O((C/groups·HW)³) for a zero-padded k×k kernel, O(HW·C³) by Fourier transform for a circular one,
+    O(C³) for a 1×1. Parameters: weight (C, C/groups, kh, kw), bias (C,). The state of a `SelfNormConv2d` loads into it, and its
+    own into a `SelfNormConv2d`.
+
+    >>> layer = ExactConv2d(2, 3)
+    >>> x = torch.randn(5, 2, 6, 4)
+    >>> z, log_det = layer(x)
+    >>> bool(torch.allclose(layer.inverse(z)[0], x, atol=1e-5))
+    True
+    """
+
+
+class Conv1x1(_ExactTraining, ConvMap):
+    """z = Wx + b at every pixel, W any invertible C × C matrix, started as a random rotation (Kingma & Dhariwal, 2018).
+
+    Parameters: weight (C, C, 1, 1), bias (C,): those of `ExactConv2d(channels, 1)`.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, 1)

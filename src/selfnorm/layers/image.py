@@ -1,0 +1,170 @@
+"""Bijections that only move elements about: squeeze, flatten, and the split of a multiscale flow."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from selfnorm.bijection import Bijection, Chain, Surrogate
+from selfnorm.checks import count, describe, expect_shape
+
+
+class Squeeze(Bijection):
+    """Space into channels: (N, C, H, W) → (N, C·f², H/f, W/f), each f × f patch of a channel becoming f² channels."""
+
+    def __init__(self, factor: int = 2) -> None:
+        super().__init__()
+        self.factor = count("Squeeze", "factor", factor)
+
+    def extra_repr(self) -> str:
+        return f"{self.factor}"
+
+    def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        f = self.factor
+        expect_shape(self, x, "C", "H", "W")
+        n, channels, height, width = x.shape
+        if height % f or width % f:
+            raise ValueError(f"{describe(self)}: expected height and width divisible by {f}, got {height}×{width}")
+        patches = x.reshape(n, channels, height // f, f, width // f, f).permute(0, 1, 3, 5, 2, 4)
+        return patches.reshape(n, channels * f * f, height // f, width // f), x.new_zeros(n)
+
+    def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        f = self.factor
+        expect_shape(self, z, "C", "H", "W")
+        n, channels, height, width = z.shape
+        if channels % (f * f):
+            raise ValueError(f"{describe(self)}: expected channels divisible by {f * f}, got {channels}")
+        patches = z.reshape(n, channels // (f * f), f, f, height, width).permute(0, 1, 4, 2, 5, 3)
+        return patches.reshape(n, channels // (f * f), height * f, width * f), z.new_zeros(n)
+
+
+class Flatten(Bijection):
+    """(N, *shape) → (N, D). Given no shape, it takes any and goes back to the last one that it saw."""
+
+    def __init__(self, shape: tuple[int, ...] | None = None) -> None:
+        super().__init__()
+        self._fixed = None if shape is None else tuple(shape)
+        self._seen = self._fixed
+
+    def extra_repr(self) -> str:
+        return "" if self._fixed is None else f"{self._fixed}"
+
+    def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if self._fixed is not None:
+            expect_shape(self, x, *self._fixed)
+        elif x.dim() < 2:
+            raise ValueError(f"{describe(self)}: expected a batch of examples (N, …), got {tuple(x.shape)}")
+        elif self._seen != x.shape[1:]:
+            self._seen = tuple(x.shape[1:])
+        return x.flatten(1), x.new_zeros(x.shape[0])
+
+    def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if self._seen is None:
+            raise ValueError(
+                f"{describe(self)}: expected to know the shape to go back to, got none: build it as Flatten(shape), "
+                "or call it once on data"
+            )
+        expect_shape(self, z, math.prod(self._seen))
+        return z.reshape(z.shape[0], *self._seen), z.new_zeros(z.shape[0])
+
+
+class Split(Bijection):
+    """Half of the channels go on through `rest`; the other half is done, and leaves. The latent is one flat vector.
+
+    The half that leaves goes through `prior`, if given: a bijection whose context is the half that stays (with the caller's own
+    context beside it, as further channels, if there is one). So the whole is a plain bijection
+    x → [flatten(rest(x₁)), flatten(prior(x₂ | x₁))], and one Jacobian says all. Takes an even number of channels.
+
+    If `rest` ends in a latent that is not flat, the way back takes the shape that was last seen on the way there.
+
+    >>> from selfnorm import Chain
+    >>> split = Split(Chain(Squeeze()))
+    >>> z, log_det = split(torch.randn(5, 4, 6, 6))
+    >>> z.shape
+    torch.Size([5, 144])
+    """
+
+    def __init__(self, rest: Bijection, prior: Bijection | None = None) -> None:
+        super().__init__()
+        self.rest = rest
+        self.prior = Chain() if prior is None else prior  # the empty chain is the identity
+        self._rest_shape: tuple[int, ...] | None = None
+
+    @property
+    def reconstruction_names(self) -> tuple[str, ...]:
+        parts = (("rest", self.rest), ("prior", self.prior))
+        return tuple(f"{part}.{name}".rstrip(".") for part, module in parts for name in module.reconstruction_names)
+
+    def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        stay, leave = self._halves(x)
+        done, log_det = self.rest(stay, context=context)
+        leave, prior_log_det = self.prior(leave, context=_join(stay, context))
+        return self._flatten(done, leave), log_det + prior_log_det
+
+    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+        stay, leave = self._halves(x)
+        done, log_det, reconstruction = self.rest.surrogate(stay, context=context)
+        leave, prior_log_det, prior_reconstruction = self.prior.surrogate(leave, context=_join(stay, context))
+        columns = torch.cat([reconstruction, prior_reconstruction], dim=1)
+        return Surrogate(self._flatten(done, leave), log_det + prior_log_det, columns)
+
+    def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        done, leave = self._unflatten(z)
+        stay, log_det = self.rest.inverse(done, context=context)
+        leave, prior_log_det = self.prior.inverse(leave.reshape(stay.shape), context=_join(stay, context))
+        return torch.cat([stay, leave], dim=1), log_det + prior_log_det
+
+    def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
+        done, leave = self._unflatten(z)
+        stay = self.rest.approx_inverse(done, context=context)
+        leave = self.prior.approx_inverse(leave.reshape(stay.shape), context=_join(stay, context))
+        return torch.cat([stay, leave], dim=1)
+
+    def refined_inverse(self, z: Tensor, *, context: Tensor | None = None, tolerance: float | None = None) -> Tensor:
+        done, leave = self._unflatten(z)
+        stay = self.rest.refined_inverse(done, context=context, tolerance=tolerance)
+        leave = leave.reshape(stay.shape)
+        leave = self.prior.refined_inverse(leave, context=_join(stay, context), tolerance=tolerance)
+        return torch.cat([stay, leave], dim=1)
+
+    def initialize(self, x: Tensor, *, context: Tensor | None = None) -> None:
+        stay, leave = self._halves(x)
+        self.rest.initialize(stay, context=context)
+        self.prior.initialize(leave, context=_join(stay, context))
+
+    def after_step(self) -> None:
+        self.rest.after_step()
+        self.prior.after_step()
+
+    def _halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if x.dim() < 2 or x.shape[1] % 2:
+            raise ValueError(f"Split: expected an even number of channels (N, C, …), got {tuple(x.shape)}")
+        stay, leave = x.chunk(2, dim=1)
+        return stay, leave
+
+    def _flatten(self, done: Tensor, leave: Tensor) -> Tensor:
+        if done.dim() > 2 and done.shape[1:] != self._rest_shape:
+            self._rest_shape = tuple(done.shape[1:])
+        return torch.cat([done.flatten(1), leave.flatten(1)], dim=1)
+
+    def _unflatten(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        if z.dim() != 2 or z.shape[1] % 2:
+            raise ValueError(f"Split: expected a flat latent (N, D) with D even, got {tuple(z.shape)}")
+        done, leave = z.chunk(2, dim=1)
+        if self._rest_shape is not None:
+            if done.shape[1] != math.prod(self._rest_shape):
+                expected = 2 * math.prod(self._rest_shape)
+                raise ValueError(f"Split: expected a flat latent (N, {expected}), got {tuple(z.shape)}")
+            done = done.reshape(z.shape[0], *self._rest_shape)
+        return done, leave
+
+
+def _join(stay: Tensor, context: Tensor | None) -> Tensor:
+    """The half that stays, and the caller's context beside it."""
+    if context is None:
+        return stay
+    if context.dim() == 2:
+        context = context.reshape(*context.shape, *[1] * (stay.dim() - 2)).expand(-1, -1, *stay.shape[2:])
+    return torch.cat([stay, context], dim=1)

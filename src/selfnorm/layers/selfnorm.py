@@ -1,0 +1,232 @@
+"""The paper's layers: linear and convolutional maps that learn their own inverse and train without a determinant.
+
+With learned inverse R ≈ W⁻¹, loss gradients g_z, g_x = Wᵀg_z and g_log_det arriving at the layer, and the reconstruction
+e = RWx − x weighted by g_rec, the gradients are (Keller et al., 2021, eqs. 12–13 and appendix A.1, as a loss to be minimised)
+
+    ∂W = ½(g_z xᵀ + g_log_det·Rᵀ) + 2 g_rec Rᵀe xᵀ
+    ∂R = −½(g_x (Wx)ᵀ + g_log_det·Wᵀ) + 2 g_rec e (Wx)ᵀ
+
+summed over the batch: the determinant's gradient W⁻ᵀ has become Rᵀ, and O(D³) has become O(D²) an example. Everything else
+(x, the bias) gets its full gradient, and the reconstruction reaches no earlier layer. Because the log-determinant's gradient
+comes in through a per-example output, it scales with the loss like every other term. `docs/method.md` has the derivation.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from selfnorm.bijection import Surrogate
+from selfnorm.checks import describe
+from selfnorm.convmatrix import (
+    Geometry,
+    PaddingMode,
+    convolve,
+    flip,
+    kernel_gradient,
+    least_squares_inverse,
+    resize_kernel,
+    tap_counts,
+)
+from selfnorm.inverses import default_tolerance, invert, refine, widen
+from selfnorm.layers.exact import ConvMap, DenseMap, LinearMap, odd_kernel
+
+
+class _LearnedInverse(LinearMap):
+    """What a self-normalizing layer does with its R, whatever the shape of it. Abstract."""
+
+    weight_inv: Tensor
+
+    @property
+    def reconstruction_names(self) -> tuple[str, ...]:
+        return ("",)
+
+    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+        self.check_input(x)
+        z, log_det, reconstruction = self.self_normalize(x)
+        return Surrogate(z + self.broadcast_bias(), log_det, reconstruction)
+
+    def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
+        self.check_input(z)
+        return self.apply_inverse(z - self.broadcast_bias())
+
+    def refined_inverse(self, z: Tensor, *, context: Tensor | None = None, tolerance: float | None = None) -> Tensor:
+        """R(z − b), iterated to ‖z − f(x)‖ ≤ tolerance·‖z − b‖; exact, with a warning, where that does not converge."""
+        self.check_input(z)
+        tolerance = default_tolerance(z.dtype) if tolerance is None else tolerance
+        x, residual = refine(self.apply_weight, self.apply_inverse, z - self.broadcast_bias(), tolerance)
+        if residual <= tolerance:
+            return x
+        warnings.warn(
+            f"{describe(self)}: refining the learned inverse stopped at a relative residual of {residual:.1e}, above the "
+            f"tolerance {tolerance:.1e}: either R is too far from the inverse (it takes a spectral radius of I − RW below 1), or {z.dtype} "
+            "resolves no more; using the exact inverse instead",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return self.inverse(z)[0]
+
+    def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Wx, zeros (N,) that carry the log-determinant's gradient, and ‖RWx − x‖² (N, 1)."""
+        raise NotImplementedError
+
+    def apply_inverse(self, z: Tensor) -> Tensor:
+        """Rz."""
+        raise NotImplementedError
+
+    def learned_from(self, weight: Tensor) -> Tensor:
+        """The weight_inv that suits a weight, for when a state brings only the latter."""
+        raise NotImplementedError
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        weight = state_dict.get(prefix + "weight")
+        if weight is not None and weight.shape == self.weight.shape and prefix + "weight_inv" not in state_dict:
+            # The state of an exact twin.
+            state_dict[prefix + "weight_inv"] = self.learned_from(widen(weight)).to(weight)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class SelfNormLinear(_LearnedInverse, DenseMap):
+    """z = Wx + b, W any D × D matrix, with a learned inverse R; training costs O(D²) an example, and no determinant.
+
+    Parameters: weight (D, D), I + Xavier-normal noise of gain 0.01 at first; weight_inv (D, D), Wᵀ at first; bias (D,).
+    `forward` and `inverse` stay exact: they factorise W once for each set of weights, O(D³). Keller et al. (2021), section 4.1.
+
+    >>> layer = SelfNormLinear(3)
+    >>> z, log_det, reconstruction = layer.surrogate(torch.randn(5, 3))
+    >>> z.shape, log_det.shape, reconstruction.shape
+    (torch.Size([5, 3]), torch.Size([5]), torch.Size([5, 1]))
+    """
+
+    def __init__(self, features: int, bias: bool = True) -> None:
+        super().__init__(features, bias)
+        # R is stored column by column: its gradient has Wᵀ added to it and W's has Rᵀ, so that in this layout all four walk
+        # through memory in one order. Adding a matrix across the grain costs more than the product beside it.
+        self.weight_inv = nn.Parameter(self.weight.detach().clone().mT)
+
+    def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _SelfNormLinear.apply(x, self.weight, self.weight_inv)
+
+    def apply_inverse(self, z: Tensor) -> Tensor:
+        return z @ self.weight_inv.mT
+
+    def learned_from(self, weight: Tensor) -> Tensor:
+        return invert(describe(self), weight)
+
+
+class SelfNormConv2d(_LearnedInverse, ConvMap):
+    """z = w ⋆ x + b, a same-size convolution, with a learned inverse convolution r; training needs no determinant.
+
+    Parameters: weight (C, C/groups, kh, kw), the identity's kernel + Xavier-normal noise of gain 0.01 at first, or a random
+    rotation if 1×1; weight_inv (C, C/groups, rh, rw), flip(w) at first; bias (C,). r may be larger than w
+    (`inverse_kernel_size`), since the inverse of a small kernel reaches further; both share dilation, groups and padding.
+    `forward` and `inverse` stay exact, at the cost that `ExactConv2d` names, once for each set of weights and image size.
+    Keller et al. (2021), sections 4.2 and A.4.
+
+    >>> layer = SelfNormConv2d(2, 3, inverse_kernel_size=5)
+    >>> layer.surrogate(torch.randn(5, 2, 8, 6)).z.shape
+    torch.Size([5, 2, 8, 6])
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        kernel_size: int | tuple[int, int],
+        inverse_kernel_size: int | tuple[int, int] | None = None,
+        stride: int = 1,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        padding_mode: PaddingMode = "zeros",
+        bias: bool = True,
+    ) -> None:
+        super().__init__(channels, kernel_size, stride, dilation, groups, padding_mode, bias)
+        self.inverse_kernel_size = (
+            self.kernel_size
+            if inverse_kernel_size is None
+            else odd_kernel(type(self).__name__, "inverse_kernel_size", inverse_kernel_size)
+        )
+        self.weight_inv = nn.Parameter(resize_kernel(flip(self.weight.detach(), groups), self.inverse_kernel_size).clone())
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + f", inverse_kernel_size={self.inverse_kernel_size}"
+
+    def check_input(self, x: Tensor) -> None:
+        super().check_input(x)
+        self.check_fit("inverse_kernel_size", self.inverse_kernel_size, x)
+
+    def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _SelfNormConv2d.apply(x, self.weight, self.weight_inv, *self.geometry)
+
+    def apply_inverse(self, z: Tensor) -> Tensor:
+        return convolve(z, self.weight_inv, self.geometry)
+
+    def learned_from(self, weight: Tensor) -> Tensor:
+        return least_squares_inverse(weight, self.inverse_kernel_size, self.geometry.groups)
+
+
+class _SelfNormLinear(torch.autograd.Function):
+    """x (N, D), W, R (D, D) -> Wx, zeros (N,), ‖RWx − x‖² (N, 1), with the gradients above: 6 matrix products in all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, W: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        z = x @ W.mT
+        error = torch.addmm(x, z, R.mT, beta=-1)
+        ctx.save_for_backward(x, z, error, W, R)
+        return z, x.new_zeros(x.shape[0]), error.square().sum(1, keepdim=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor, grad_reconstruction: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, z, error, W, R = ctx.saved_tensors
+        half = grad_log_det.sum() / 2
+        grad_error = 2 * grad_reconstruction * error
+        grad_x = grad_z @ W
+        grad_W = (half * R.mT).addmm_(torch.addmm(grad_z, grad_error, R, beta=0.5).mT, x)
+        grad_R_transposed = (-half * W).addmm_(z.mT, grad_error - grad_x / 2)
+        return grad_x, grad_W, grad_R_transposed.mT
+
+
+class _SelfNormConv2d(torch.autograd.Function):
+    """x (N, C, H, W), kernels w, r -> w ⋆ x, zeros (N,), ‖r ⋆ w ⋆ x − x‖² (N, 1): the same with T(w), T(r) for W, R.
+
+    Seen from the kernel, T(r)ᵀ is flip(r) times m, the number of times that T(w) holds each tap; r is cut or zero-padded to w's
+    size for that, and w to r's. 6 convolutions in all.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, r: Tensor, dilation: tuple[int, int], groups: int, padding_mode: PaddingMode
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        geometry = Geometry(dilation, groups, padding_mode)
+        z = convolve(x, w, geometry)
+        error = convolve(z, r, geometry) - x
+        ctx.save_for_backward(x, z, error, w, r)
+        ctx.geometry = geometry
+        return z, x.new_zeros(x.shape[0]), error.square().sum((1, 2, 3))[:, None]
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_z: Tensor, grad_log_det: Tensor, grad_reconstruction: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        x, z, error, w, r = ctx.saved_tensors
+        geometry: Geometry = ctx.geometry
+        half = grad_log_det.sum() / 2
+        grad_error = 2 * grad_reconstruction[:, :, None, None] * error
+        grad_x = convolve(grad_z, flip(w, geometry.groups), geometry)
+        towards_w = grad_z / 2 + convolve(grad_error, flip(r, geometry.groups), geometry)
+        grad_w = _kernel_terms(x, towards_w, r, w, half, geometry)
+        grad_r = _kernel_terms(z, grad_error - grad_x / 2, w, r, -half, geometry)
+        return grad_x, grad_w, grad_r, None, None, None
+
+
+def _kernel_terms(x: Tensor, grad: Tensor, inverse: Tensor, kernel: Tensor, scale: Tensor, geometry: Geometry) -> Tensor:
+    """The data term for a kernel that took x to where `grad` arrives, plus the log-determinant's, from the other kernel."""
+    kernel_size = (kernel.shape[2], kernel.shape[3])
+    counts = tap_counts(kernel_size, (x.shape[2], x.shape[3]), geometry, x.device)
+    log_det_term = flip(resize_kernel(inverse, kernel_size), geometry.groups) * counts
+    return kernel_gradient(x, grad, kernel_size, geometry) + scale * log_det_term

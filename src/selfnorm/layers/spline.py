@@ -1,0 +1,106 @@
+"""The monotone rational-quadratic spline as an activation with parameters for every element (Durkan et al., 2019)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selfnorm.bijection import Bijection
+from selfnorm.checks import count, expect_shape
+from selfnorm.layers.elementwise import sum_event
+
+# The smallest share of the interval that a bin may take in x or in z, and the smallest slope at a knot.
+SMALLEST = 1e-3
+
+
+class SplineActivation(Bijection):
+    """A monotone rational-quadratic spline on [−bound, bound] for each element, the identity outside; analytic inverse.
+
+    Parameters: widths, heights (*shape, bins) and slopes (*shape, bins − 1), raw and 0.01·N(0, 1) at first, which is close to the
+    identity. The bins' widths and heights are a softmax of theirs, the inner knots' slopes a softplus; the end slopes are 1, so
+    that the map is smooth where the tails begin.
+
+    >>> layer = SplineActivation((2, 4, 4))
+    >>> x = torch.randn(5, 2, 4, 4)
+    >>> z, log_det = layer(x)
+    >>> bool(torch.allclose(layer.inverse(z)[0], x, atol=1e-4))
+    True
+    """
+
+    def __init__(self, shape: tuple[int, ...] | int, bins: int = 5, bound: float = 10.0) -> None:
+        super().__init__()
+        self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        self.bins = count("SplineActivation", "bins", bins)
+        if bins * SMALLEST >= 1:
+            raise ValueError(f"SplineActivation: expected fewer than {1 / SMALLEST:g} bins, got {bins}")
+        if not bound > 0:
+            raise ValueError(f"SplineActivation: expected a bound above 0, got {bound}")
+        self.bound = bound
+        self.widths = nn.Parameter(0.01 * torch.randn(*self.shape, bins))
+        self.heights = nn.Parameter(0.01 * torch.randn(*self.shape, bins))
+        self.slopes = nn.Parameter(0.01 * torch.randn(*self.shape, bins - 1))
+
+    def extra_repr(self) -> str:
+        return f"{self.shape}, bins={self.bins}, bound={self.bound}"
+
+    def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        expect_shape(self, x, *self.shape)
+        inside = x.abs() < self.bound
+        knots_x, knots_z, slopes = self._knots()
+        # Outside, evaluate at the centre instead, so that no gradient is ever NaN; the result is not used.
+        left, bottom, width, height, slope, next_slope = self._bin(torch.where(inside, x, 0), knots_x, knots_x, knots_z, slopes)
+        t = (torch.where(inside, x, 0) - left) / width
+        mean_slope = height / width
+        bend = slope + next_slope - 2 * mean_slope
+        denominator = mean_slope + bend * t * (1 - t)
+        z = bottom + height * (mean_slope * t * t + slope * t * (1 - t)) / denominator
+        log_slope = _log_slope(t, mean_slope, slope, next_slope, denominator)
+        return torch.where(inside, z, x), sum_event(torch.where(inside, log_slope, 0))
+
+    def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        expect_shape(self, z, *self.shape)
+        inside = z.abs() < self.bound
+        knots_x, knots_z, slopes = self._knots()
+        left, bottom, width, height, slope, next_slope = self._bin(torch.where(inside, z, 0), knots_z, knots_x, knots_z, slopes)
+        mean_slope = height / width
+        bend = slope + next_slope - 2 * mean_slope
+        rise = torch.where(inside, z, 0) - bottom
+        # z as a function of t is a ratio of quadratics, so t solves a·t² + b·t + c = 0; this root's form cancels nothing.
+        a = height * (mean_slope - slope) + rise * bend
+        b = height * slope - rise * bend
+        c = -mean_slope * rise
+        t = 2 * c / (-b - (b * b - 4 * a * c).clamp_min(0).sqrt())
+        denominator = mean_slope + bend * t * (1 - t)
+        log_slope = _log_slope(t, mean_slope, slope, next_slope, denominator)
+        return torch.where(inside, left + width * t, z), -sum_event(torch.where(inside, log_slope, 0))
+
+    def _knots(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The knots in x and in z and the slopes there, each (*shape, bins + 1)."""
+        # softplus(raw + offset) is about 1 − SMALLEST for a raw slope near 0
+        offset = math.log(math.expm1(1 - SMALLEST))
+        slopes = F.pad(SMALLEST + F.softplus(self.slopes + offset), (1, 1), value=1.0)
+        return self._edges(self.widths), self._edges(self.heights), slopes
+
+    def _edges(self, raw: Tensor) -> Tensor:
+        shares = SMALLEST + (1 - SMALLEST * self.bins) * torch.softmax(raw, dim=-1)
+        inner = 2 * self.bound * shares[..., :-1].cumsum(-1) - self.bound
+        # The last edge is put in by hand: the shares' sum is only 1 to rounding.
+        return F.pad(F.pad(inner, (1, 0), value=-self.bound), (0, 1), value=self.bound)
+
+    def _bin(self, value: Tensor, edges: Tensor, knots_x: Tensor, knots_z: Tensor, slopes: Tensor) -> tuple[Tensor, ...]:
+        """For each element the bin it falls into: left, bottom, width, height, slopes at both ends; each like `value`."""
+        index = (value[..., None] >= edges[..., 1:-1]).sum(-1, keepdim=True)
+        table = torch.stack(
+            [knots_x[..., :-1], knots_z[..., :-1], knots_x.diff(), knots_z.diff(), slopes[..., :-1], slopes[..., 1:]]
+        )
+        shape = (len(table), *value.shape, self.bins)
+        return torch.gather(table.unsqueeze(1).expand(shape), -1, index.expand(len(table), *index.shape)).squeeze(-1).unbind(0)
+
+
+def _log_slope(t: Tensor, mean_slope: Tensor, slope: Tensor, next_slope: Tensor, denominator: Tensor) -> Tensor:
+    """log dz/dx at the position t in [0, 1] within a bin."""
+    numerator = next_slope * t * t + 2 * mean_slope * t * (1 - t) + slope * (1 - t) * (1 - t)
+    return 2 * mean_slope.log() + numerator.log() - 2 * denominator.log()

@@ -1,0 +1,136 @@
+"""The paper's architectures, each taking the kind of linear layer to be built of. Keller et al. (2021), appendix A.3."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+from selfnorm.bijection import Bijection, Chain
+from selfnorm.checks import count
+from selfnorm.flow import Flow, StandardNormal
+from selfnorm.layers.coupling import AffineCoupling, ConditionalAffine
+from selfnorm.layers.elementwise import ActNorm, Affine, Logit, SmoothLeakyReLU
+from selfnorm.layers.exact import Conv1x1, ExactConv2d, ExactLinear
+from selfnorm.layers.image import Flatten, Split, Squeeze
+from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
+from selfnorm.layers.spline import SplineActivation
+
+Size = int | tuple[int, int]
+Layer = TypeVar("Layer")
+
+# Each kind of linear layer, by name; a new method joins here. The builders' options reach the kinds that have a use for them.
+LINEAR: dict[str, Callable[[int], Bijection]] = {"selfnorm": SelfNormLinear, "exact": ExactLinear}
+CONV: dict[str, Callable[[int, Size, Size | None], Bijection]] = {
+    "selfnorm": SelfNormConv2d,
+    "exact": lambda channels, kernel_size, inverse_kernel_size: ExactConv2d(channels, kernel_size),
+}
+MIX: dict[str, Callable[[int, Size], Bijection]] = {
+    "selfnorm": SelfNormConv2d,
+    "exact": lambda channels, kernel_size: Conv1x1(channels) if kernel_size == 1 else ExactConv2d(channels, kernel_size),
+}
+
+
+def fc_flow(
+    shape: int | tuple[int, ...],
+    layers: int = 2,
+    linear: str = "selfnorm",
+    alpha: float = 0.3,
+    levels: int | None = None,
+) -> Flow:
+    """Linear layers with `SmoothLeakyReLU(alpha)` between them, on the flattened example; the paper's has 2 of 784.
+
+    shape:   one example's shape, such as 784 or (1, 28, 28); samples come back in it.
+    linear:  which layer: selfnorm or exact.
+    levels:  with levels=256 the flow takes dequantised pixels in [0, 256), and its likelihood is in pixel units.
+    """
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    make = _kind("fc_flow", "linear", LINEAR, linear)
+    features = math.prod(shape)
+    body: list[Bijection] = [Flatten(shape)]
+    for index in range(count("fc_flow", "layers", layers)):
+        body += ([SmoothLeakyReLU(alpha)] if index else []) + [make(features)]
+    return Flow(Chain(*_front_end("fc_flow", levels), *body), StandardNormal((features,)))
+
+
+def conv_flow(
+    shape: tuple[int, int, int],
+    blocks: int = 3,
+    layers_per_block: int = 3,
+    kernel_size: Size = 3,
+    inverse_kernel_size: Size | None = None,
+    conv: str = "selfnorm",
+    levels: int | None = None,
+) -> Flow:
+    """Convolutions with spline activations between them, in blocks with a squeeze in between; the paper's is 3 × 3 layers.
+
+    shape:                (C, H, W); H and W must divide by 2 once for each squeeze.
+    inverse_kernel_size:  of the learned inverse, if other than kernel_size (self-normalizing layers only).
+    conv, levels:         as in `fc_flow`.
+    """
+    make = _kind("conv_flow", "conv", CONV, conv)
+    if inverse_kernel_size is not None and conv != "selfnorm":
+        raise ValueError(f"conv_flow: expected no inverse_kernel_size with conv={conv!r}, which learns no inverse")
+    channels, height, width = _image("conv_flow", shape, squeezes=count("conv_flow", "blocks", blocks) - 1)
+    body: list[Bijection] = []
+    for block in range(blocks):
+        if block:
+            body.append(Squeeze())
+            channels, height, width = 4 * channels, height // 2, width // 2
+        for _ in range(count("conv_flow", "layers_per_block", layers_per_block)):
+            body += [make(channels, kernel_size, inverse_kernel_size), SplineActivation((channels, height, width))]
+    body.pop()  # no activation after the last layer
+    return Flow(Chain(*_front_end("conv_flow", levels), *body), StandardNormal((channels, height, width)))
+
+
+def glow(
+    shape: tuple[int, int, int],
+    blocks: int = 2,
+    steps: int = 16,
+    hidden: int = 512,
+    mix: str = "selfnorm",
+    mix_kernel_size: Size = 1,
+    levels: int | None = None,
+) -> Flow:
+    """Glow (Kingma & Dhariwal, 2018): blocks of a squeeze and `steps` × (ActNorm, mixing convolution, coupling), split between.
+
+    shape:            (C, H, W); H and W must divide by 2 once for each block.
+    hidden:           width of the coupling networks.
+    mix:              which mixing convolution: selfnorm or exact, of mix_kernel_size.
+    levels:           as in `fc_flow`.
+    The paper's models: MNIST blocks=2, steps=16; CIFAR-10 blocks=3, steps=32; ImageNet32 blocks=3, steps=48. Call
+    `flow.initialize(x)` with a first batch before training. The latent is flat.
+    """
+    make = _kind("glow", "mix", MIX, mix)
+    count("glow", "steps", steps)
+    size = _image("glow", shape, squeezes=count("glow", "blocks", blocks))
+
+    def block(remaining: int, channels: int, height: int, width: int) -> Chain:
+        channels, height, width = 4 * channels, height // 2, width // 2
+        body: list[Bijection] = [Squeeze()]
+        for _ in range(steps):
+            body += [ActNorm(channels), make(channels, mix_kernel_size), AffineCoupling(channels, hidden)]
+        if remaining == 1:
+            return Chain(*body, Flatten((channels, height, width)))
+        half = channels // 2
+        return Chain(*body, Split(block(remaining - 1, half, height, width), ConditionalAffine(half, half, hidden)))
+
+    return Flow(Chain(*_front_end("glow", levels), *block(blocks, *size)), StandardNormal((math.prod(size),)))
+
+
+def _front_end(who: str, levels: int | None) -> list[Bijection]:
+    """Dequantised values in [0, levels) to the real line."""
+    return [] if levels is None else [Affine(0.0, 1 / count(who, "levels", levels)), Logit()]
+
+
+def _kind(who: str, name: str, kinds: dict[str, Layer], kind: str) -> Layer:
+    if kind not in kinds:
+        raise ValueError(f"{who}: expected {name} to be one of {', '.join(kinds)}, got {kind!r}")
+    return kinds[kind]
+
+
+def _image(who: str, shape: tuple[int, int, int], squeezes: int) -> tuple[int, int, int]:
+    factor = 2**squeezes
+    if len(shape) != 3 or shape[1] % factor or shape[2] % factor:
+        raise ValueError(f"{who}: expected a shape (C, H, W) with H and W divisible by {factor}, got {shape}")
+    return shape
