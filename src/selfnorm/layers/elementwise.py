@@ -122,7 +122,7 @@ class Logit(Bijection):
             worst = x[outside]
             raise ValueError(
                 f"{describe(self)}: expected values in {'[0, 1]' if self.alpha else '(0, 1)'}, got {worst.numel()} outside it, "
-                f"from {worst.min().item():g} to {worst.max().item():g}; scale the data first, as the model builders' levels= does"
+                f"from {worst.min().item():g} to {worst.max().item():g}; scale the data first, as levels= of the model builders"
             )
         return self._map(left, right)
 

@@ -63,8 +63,8 @@ class _LearnedInverse(LinearMap):
             return x
         warnings.warn(
             f"{describe(self)}: refining the learned inverse stopped at a relative residual of {residual:.1e}, above the "
-            f"tolerance {tolerance:.1e}: either R is too far from the inverse (it takes a spectral radius of I − RW below 1), or {z.dtype} "
-            "resolves no more; using the exact inverse instead",
+            f"tolerance {tolerance:.1e}: either R is too far from the inverse (it takes a spectral radius of I − RW below 1), "
+            f"or {z.dtype} resolves no more; using the exact inverse instead",
             RuntimeWarning,
             stacklevel=2,
         )
