@@ -143,11 +143,11 @@ def refine(
     """
     if z.numel() == 0:
         return approx_inverse(z), 0.0
-    scale = z.flatten(1).norm(dim=1).clamp_min(torch.finfo(z.dtype).tiny)
+    scale = z.detach().flatten(1).norm(dim=1).clamp_min(torch.finfo(z.dtype).tiny)
 
     def residual_of(x: Tensor) -> tuple[Tensor, float]:
         residual = z - forward(x)
-        return residual, float((residual.flatten(1).norm(dim=1) / scale).max())
+        return residual, float((residual.detach().flatten(1).norm(dim=1) / scale).max())
 
     best = x = approx_inverse(z)
     residual, error = residual_of(x)

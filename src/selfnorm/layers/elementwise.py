@@ -78,22 +78,25 @@ class Affine(Bijection):
         return f"shift {tuple(self.shift.shape)}, scale {tuple(self.scale.shape)}"
 
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        self._check(x)
         return (x + self.shift) * self.scale, self._log_det(x)
 
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        self._check(z)
         return z / self.scale - self.shift, -self._log_det(z)
 
-    def _log_det(self, x: Tensor) -> Tensor:
+    def _check(self, x: Tensor) -> None:
         event = x.shape[1:]
         for name, value in (("shift", self.shift), ("scale", self.scale)):
-            if value.dim() > len(event) or any(
-                want not in (1, got) for want, got in zip(reversed(value.shape), reversed(event), strict=False)
-            ):
+            sides = zip(reversed(value.shape), reversed(event), strict=False)
+            if value.dim() > len(event) or any(want not in (1, got) for want, got in sides):
                 raise ValueError(
                     f"{describe(self)}: expected examples that a {name} of shape {tuple(value.shape)} broadcasts to, "
                     f"got {tuple(event)}"
                 )
-        return self.scale.abs().log().expand(event).sum().expand(x.shape[0])
+
+    def _log_det(self, x: Tensor) -> Tensor:
+        return self.scale.abs().log().expand(x.shape[1:]).sum().expand(x.shape[0])
 
 
 class Logit(Bijection):

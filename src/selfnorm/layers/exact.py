@@ -53,12 +53,15 @@ class LinearMap(Bijection):
         self.check_input(z)
         form = self.form(z)
         lu, pivots = self._factors.lu(describe(self), self.weight, form, keep=not self.training)
+        log_det = -self._log_abs_det(z)
+        if z.shape[0] == 0:
+            return z, log_det  # there is nothing to solve, and FFT libraries refuse an empty batch
         # W's blocks are built again only where their gradient is wanted; else the factors stand in for them.
         wants_gradient = torch.is_grad_enabled() and self.weight.requires_grad
         blocks = form.blocks(widen(self.weight)) if wants_gradient else lu
         columns = form.split(widen(z - self.broadcast_bias()))
         x = form.join(FactoredSolve.apply(blocks, columns, lu, pivots))
-        return x.to(z), -self._log_abs_det(z)
+        return x.to(z), log_det
 
     def _log_abs_det(self, x: Tensor) -> Tensor:
         """log|det W| for each example of x: exact, and factorised again for its gradient only in a backward pass."""

@@ -1,0 +1,24 @@
+"""Tests run in float64, from a fixed seed, on the CPU and on whatever accelerator is present."""
+
+import pytest
+import torch
+
+ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+@pytest.fixture(autouse=True)
+def float64_and_seed():
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(params=["cpu", *([pytest.param(str(ACCELERATOR), marks=pytest.mark.gpu)] if ACCELERATOR else [])])
+def device(request):
+    return torch.device(request.param)
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and ACCELERATOR is None:
+        pytest.skip("needs an accelerator")

@@ -1,0 +1,140 @@
+"""Every bijection by name, with what the property tests need to know of it. A new layer joins here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from selfnorm import (
+    ActNorm,
+    Affine,
+    AffineCoupling,
+    Bijection,
+    Chain,
+    ConditionalAffine,
+    Conv1x1,
+    ExactConv2d,
+    ExactLinear,
+    Flatten,
+    Logit,
+    SelfNormConv2d,
+    SelfNormLinear,
+    SmoothLeakyReLU,
+    SplineActivation,
+    Split,
+    Squeeze,
+)
+from selfnorm.models import conv_flow, fc_flow, glow
+
+
+@dataclass(frozen=True)
+class Case:
+    make: Callable[[], Bijection]
+    shape: tuple[int, ...]
+    bad_shape: tuple[int, ...] | None = None  # refused, batch included; None where every shape is fine
+    draw: Callable[..., Tensor] = torch.randn
+    context: tuple[int, ...] | None = None
+
+    def build(self) -> Bijection:
+        """The layer, moved away from where it starts: many start as the identity, which would hide mistakes."""
+        layer = self.make()
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        return layer.eval()
+
+    def inputs(self, n: int) -> tuple[Tensor, Tensor | None]:
+        return self.draw(n, *self.shape), None if self.context is None else torch.randn(n, *self.context)
+
+
+def wide(*shape: int) -> Tensor:
+    """Inputs beyond a spline's bound as well as within it."""
+    return 6 * torch.randn(*shape)
+
+
+def pixels(*shape: int) -> Tensor:
+    return 256 * torch.rand(*shape)
+
+
+REGISTRY = {
+    "SelfNormLinear": Case(lambda: SelfNormLinear(5), (5,), (2, 4)),
+    "SelfNormLinear-1": Case(lambda: SelfNormLinear(1, bias=False), (1,), (2, 2)),
+    "ExactLinear": Case(lambda: ExactLinear(5), (5,), (2, 5, 1)),
+    "SelfNormConv2d-3x3": Case(lambda: SelfNormConv2d(2, 3), (2, 4, 3), (2, 3, 4, 3)),
+    "SelfNormConv2d-1x1": Case(lambda: SelfNormConv2d(3, 1), (3, 2, 4), (2, 3, 2)),
+    "SelfNormConv2d-1x1-groups": Case(lambda: SelfNormConv2d(4, 1, groups=2), (4, 2, 3), (2, 3, 2, 3)),
+    "SelfNormConv2d-rectangular": Case(lambda: SelfNormConv2d(2, (1, 3), (5, 3), bias=False), (2, 4, 3), (2, 2)),
+    "SelfNormConv2d-groups": Case(lambda: SelfNormConv2d(4, 3, groups=2, dilation=2), (4, 5, 3), (2, 3, 5, 3)),
+    "SelfNormConv2d-circular": Case(lambda: SelfNormConv2d(2, 3, 5, padding_mode="circular"), (2, 5, 6), (2, 2, 4, 6)),
+    "ExactConv2d": Case(lambda: ExactConv2d(2, 3), (2, 4, 3), (2, 1, 4, 3)),
+    "ExactConv2d-wide": Case(lambda: ExactConv2d(1, (7, 5)), (1, 3, 4), (2, 2, 3, 4)),
+    "ExactConv2d-circular": Case(
+        lambda: ExactConv2d(4, (3, 1), dilation=(2, 1), groups=2, padding_mode="circular"), (4, 5, 2), (2, 4, 4, 2)
+    ),
+    "Conv1x1": Case(lambda: Conv1x1(3), (3, 2, 4), (2, 4, 2, 4)),
+    "SmoothLeakyReLU": Case(lambda: SmoothLeakyReLU(0.3), (7,), draw=wide),
+    "SplineActivation": Case(lambda: SplineActivation((2, 3, 2)), (2, 3, 2), (2, 2, 2, 3), draw=wide),
+    "SplineActivation-1-bin": Case(lambda: SplineActivation(4, bins=1, bound=3.0), (4,), (2, 5), draw=wide),
+    "Affine": Case(lambda: Affine(0.5, -2.0), (2, 3)),
+    "Affine-tensor": Case(lambda: Affine(torch.randn(3, 1), torch.rand(3, 2) + 0.5), (3, 2), (2, 4, 2)),
+    "Logit": Case(lambda: Logit(), (6,), draw=torch.rand),
+    "ActNorm": Case(lambda: ActNorm(3), (3, 2, 2), (2, 2, 2, 2)),
+    "ActNorm-vector": Case(lambda: ActNorm(3), (3,), (3,)),
+    "ConditionalAffine": Case(lambda: ConditionalAffine(2, 3, hidden=4), (2, 3, 2), (2, 3, 3, 2), context=(3, 3, 2)),
+    "AffineCoupling": Case(lambda: AffineCoupling(4, hidden=4), (4, 3, 2), (2, 3, 3, 2)),
+    "AffineCoupling-odd": Case(lambda: AffineCoupling(3, hidden=4), (3, 2, 2), (2, 2, 2, 2)),
+    "AffineCoupling-context": Case(lambda: AffineCoupling(2, 4, context_channels=3), (2, 3, 2), (2, 2), context=(3, 3, 2)),
+    "AffineCoupling-vector-context": Case(lambda: AffineCoupling(2, 4, 3), (2, 3, 2), (2, 3, 3, 2), context=(3,)),
+    "Squeeze": Case(lambda: Squeeze(), (2, 4, 6), (2, 2, 3, 6)),
+    "Flatten": Case(lambda: Flatten((2, 3)), (2, 3), (2, 3, 2)),
+    "Split": Case(lambda: Split(Chain(SelfNormConv2d(2, 3), Squeeze())), (4, 2, 4), (2, 3, 2, 4)),
+    "Split-prior": Case(lambda: Split(SelfNormConv2d(2, 1), ConditionalAffine(2, 2, 4)), (4, 2, 2), (2, 5, 2, 2)),
+    "Split-context": Case(
+        lambda: Split(AffineCoupling(2, 4, 3), Chain(SelfNormConv2d(2, 1), ConditionalAffine(2, 5, 4))),
+        (4, 2, 2),
+        (2, 5, 2, 2),
+        context=(3,),
+    ),
+    "Chain": Case(lambda: Chain(SelfNormLinear(4), SmoothLeakyReLU(), Chain(ActNorm(4), ExactLinear(4))), (4,), (2, 3)),
+    "Chain-empty": Case(lambda: Chain(), (3, 2)),
+    **{
+        f"{builder}-{kind}{suffix}": Case(make, shape, bad_shape, draw)
+        for kind in ("selfnorm", "exact")
+        for builder, suffix, make, shape, bad_shape, draw in [
+            ("fc_flow", "", lambda kind=kind: fc_flow(6, linear=kind).bijection, (6,), (2, 5), torch.randn),
+            (
+                "fc_flow",
+                "-levels",
+                lambda kind=kind: fc_flow((1, 2, 3), layers=3, linear=kind, levels=256).bijection,
+                (1, 2, 3),
+                (2, 1, 3, 2),
+                pixels,
+            ),
+            (
+                "conv_flow",
+                "-levels",
+                lambda kind=kind: conv_flow((1, 4, 8), conv=kind, levels=256).bijection,
+                (1, 4, 8),
+                (2, 2, 4, 8),
+                pixels,
+            ),
+            (
+                "glow",
+                "-levels",
+                lambda kind=kind: glow((1, 4, 4), steps=2, hidden=4, mix=kind, levels=256).bijection,
+                (1, 4, 4),
+                (2, 2, 4, 4),
+                pixels,
+            ),
+            (
+                "glow",
+                "-3x3",
+                lambda kind=kind: glow((2, 4, 4), steps=1, hidden=4, mix=kind, mix_kernel_size=3).bijection,
+                (2, 4, 4),
+                (2, 1, 4, 4),
+                torch.randn,
+            ),
+        ]
+    },
+}

@@ -1,0 +1,24 @@
+"""What `import selfnorm` promises."""
+
+import subprocess
+import sys
+
+from registry import REGISTRY
+
+import selfnorm
+from selfnorm import Bijection
+
+
+def test_all_names_exist():
+    assert all(hasattr(selfnorm, name) for name in selfnorm.__all__)
+
+
+def test_every_public_bijection_is_in_the_registry():
+    public = {v for v in vars(selfnorm).values() if isinstance(v, type) and issubclass(v, Bijection)} - {Bijection}
+    assert public <= {type(module) for case in REGISTRY.values() for module in case.make().modules()}
+
+
+def test_import_brings_in_nothing_heavy_beyond_torch():
+    code = "import sys, torch; before = set(sys.modules); import selfnorm; print(*(set(sys.modules) - before))"
+    extra = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {name.split(".")[0] for name in extra} - set(sys.stdlib_module_names) <= {"selfnorm", "torch", "mpmath", "sympy"}
