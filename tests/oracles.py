@@ -1,4 +1,4 @@
-"""The self-normalizing gradient written a second time, in plain autograd with detach, and the exact gradient. Slow and obvious."""
+"""The self-normalizing gradient written a second time, in plain autograd with detach, and the exact one. Slow and obvious."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ def half(parameter: Tensor) -> Tensor:
 
 
 def plain_self_normalize(x: Tensor, W: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """z, log_det, reconstruction of a self-normalizing layer with matrices W and R (which may themselves be functions of kernels).
+    """z, log_det, reconstruction of a self-normalizing layer with matrices W and R (which may be functions of kernels).
 
     Each line makes one term of the paper's equations 12 and 13.
     """

@@ -3,9 +3,8 @@
 import subprocess
 import sys
 
-from registry import REGISTRY
-
 import selfnorm
+from registry import REGISTRY
 from selfnorm import Bijection
 
 

@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 import torch
-from registry import REGISTRY
 from torch.testing import assert_close
 
+from registry import REGISTRY
 from selfnorm import Bijection
 
 N = 3
@@ -190,6 +190,6 @@ def test_wrong_shapes_are_refused_by_name(case):
     bad = torch.rand(kind.bad_shape).to(x)
     leaves = {type(m).__name__ for m in layer.modules() if isinstance(m, Bijection)}
     for method in (layer.forward, layer.surrogate):
-        with pytest.raises(ValueError, match="expected .* got ") as error:
+        with pytest.raises(ValueError, match=r"expected .* got ") as error:
             method(bad, context=context)
         assert any(leaf in str(error.value) for leaf in leaves), error.value

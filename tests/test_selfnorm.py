@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import dense_matrix, exact_log_likelihood, plain_surrogate
 from torch.testing import assert_close
 
+from oracles import dense_matrix, exact_log_likelihood, plain_surrogate
 from selfnorm import Chain, ExactConv2d, ExactLinear, SelfNormConv2d, SelfNormLinear, SingularWeightError, SmoothLeakyReLU
 from selfnorm.convmatrix import flip, tap_counts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 
@@ -26,6 +27,15 @@ def expect_float(who: str, x: Tensor) -> None:
         raise ValueError(
             f"{who}: expected floating-point input, got {x.dtype}; "
             "add uniform noise to integer levels first: x + torch.rand(x.shape)"
+        )
+
+
+def expect_like(layer: nn.Module, x: Tensor, parameter: Tensor) -> None:
+    """Refuse an input in another dtype or on another device than the layer's; under autocast, dtypes are torch's business."""
+    if x.device != parameter.device or (x.dtype != parameter.dtype and not torch.is_autocast_enabled(x.device.type)):
+        raise ValueError(
+            f"{describe(layer)}: expected {parameter.dtype} on {parameter.device}, got {x.dtype} on {x.device}; "
+            "move one of them with .to()"
         )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection, Surrogate
 from selfnorm.blocks import BlockForm, Circular, Dense, PerPixel, ZeroPadded
-from selfnorm.checks import count, describe, expect_shape, pair
+from selfnorm.checks import count, describe, expect_like, expect_shape, pair
 from selfnorm.convmatrix import Geometry, PaddingMode, convolve, dirac
 from selfnorm.inverses import AmortisedLogDet, ExactFactors, FactoredSolve, widen
 
@@ -29,7 +29,7 @@ class LinearMap(Bijection):
         super().__init__()
         self._factors = ExactFactors()
 
-    def check_input(self, x: Tensor) -> None:
+    def check_shape(self, x: Tensor) -> None:
         """Refuse a batch of the wrong shape."""
         raise NotImplementedError
 
@@ -44,6 +44,10 @@ class LinearMap(Bijection):
     def broadcast_bias(self) -> Tensor | float:
         """The bias, shaped to be added to a batch; 0 without one."""
         raise NotImplementedError
+
+    def check_input(self, x: Tensor) -> None:
+        self.check_shape(x)
+        expect_like(self, x, self.weight)
 
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self.check_input(x)
@@ -88,7 +92,7 @@ class DenseMap(LinearMap):
     def extra_repr(self) -> str:
         return f"{self.features}, bias={self.bias is not None}"
 
-    def check_input(self, x: Tensor) -> None:
+    def check_shape(self, x: Tensor) -> None:
         expect_shape(self, x, self.features)
 
     def form(self, x: Tensor) -> BlockForm:
@@ -138,7 +142,7 @@ class ConvMap(LinearMap):
             f"padding_mode={padding_mode!r}, bias={self.bias is not None}"
         )
 
-    def check_input(self, x: Tensor) -> None:
+    def check_shape(self, x: Tensor) -> None:
         expect_shape(self, x, self.channels, "H", "W")
         self.check_fit("kernel_size", self.kernel_size, x)
 

@@ -154,8 +154,8 @@ class SelfNormConv2d(_LearnedInverse, ConvMap):
     def extra_repr(self) -> str:
         return super().extra_repr() + f", inverse_kernel_size={self.inverse_kernel_size}"
 
-    def check_input(self, x: Tensor) -> None:
-        super().check_input(x)
+    def check_shape(self, x: Tensor) -> None:
+        super().check_shape(x)
         self.check_fit("inverse_kernel_size", self.inverse_kernel_size, x)
 
     def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
