@@ -1,0 +1,139 @@
+"""Time a self-normalizing layer against its exact twin, and the building of T(w). `make bench`, or with options:
+
+    python benchmarks/layers.py [--device cuda] [--repeats 9] [--json results/layers-cpu.json]
+
+One "step" is `surrogate` and its backward pass at batch 100, without an optimiser. Candidates take turns within each round, so
+that a slow moment of the machine hits all of them; a figure is the median over rounds, a ratio the median of the rounds' ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from selfnorm import ExactConv2d, ExactLinear, SelfNormConv2d, SelfNormLinear
+from selfnorm.convmatrix import Geometry, conv_matrix
+
+BATCH = 100
+# The three stages of the paper's 9-layer flow on MNIST, each of 784 dimensions.
+CONV_STAGES = [(1, 28, 28), (4, 14, 14), (16, 7, 7)]
+
+
+def time_rounds(candidates: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
+    """Milliseconds of each candidate in each round, after two rounds to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for round_ in range(repeats + 2):
+        for name, run in candidates.items():
+            synchronize(device)
+            start = time.perf_counter()
+            run()
+            synchronize(device)
+            if round_ >= 2:
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def step(layer: torch.nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    """Forward and backward of the training objective, as inside a flow: with a gradient for x too."""
+    x = x.requires_grad_()
+
+    def run() -> None:
+        layer.zero_grad(set_to_none=True)
+        x.grad = None
+        z, log_det, reconstruction = layer.surrogate(x)
+        (0.5 * z.square().sum() - log_det.sum() + reconstruction.sum()).backward()
+
+    return run
+
+
+def six_products(x: torch.Tensor, features: int) -> Callable[[], None]:
+    """The matrix products that the self-normalizing step cannot do without, and nothing else."""
+    W, R, g = torch.randn(features, features).to(x), torch.randn(features, features).to(x), torch.randn_like(x)
+    x = x.detach()
+
+    def run() -> None:
+        z = x @ W.T
+        e = z @ R.T
+        u = e @ R
+        _ = g @ W, u.T @ x, e.T @ z
+
+    return run
+
+
+def compare(name: str, candidates: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, object]:
+    times = time_rounds(candidates, repeats, device)
+    row: dict[str, object] = {"name": name}
+    row |= {f"{key} ms": round(statistics.median(values), 3) for key, values in times.items()}
+    if {"selfnorm", "exact"} <= times.keys():
+        ratios = [e / s for e, s in zip(times["exact"], times["selfnorm"], strict=True)]
+        row |= {"exact / selfnorm": round(statistics.median(ratios), 2), "lowest": round(min(ratios), 2)}
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json", type=Path, help="write the figures here, with command, commit, machine and date")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    torch.manual_seed(0)
+
+    rows = []
+    for features in (784, 3072):
+        x = torch.randn(BATCH, features, device=device)
+        candidates = {
+            "selfnorm": step(SelfNormLinear(features).to(device), x.clone()),
+            "exact": step(ExactLinear(features).to(device), x.clone()),
+            "six products": six_products(x, features),
+        }
+        rows.append(compare(f"linear, D = {features}", candidates, options.repeats, device))
+    for shape in CONV_STAGES:
+        x = torch.randn(BATCH, *shape, device=device)
+        weight = torch.randn(shape[0], shape[0], 3, 3, device=device)
+        candidates = {
+            "selfnorm": step(SelfNormConv2d(shape[0], 3).to(device), x.clone()),
+            "exact": step(ExactConv2d(shape[0], 3).to(device), x.clone()),
+            "T(w)": lambda weight=weight, size=shape[1:]: conv_matrix(weight, size, Geometry()),
+        }
+        rows.append(compare(f"3×3 convolution, {'×'.join(map(str, shape))}", candidates, options.repeats, device))
+
+    for row in rows:
+        print("   ".join(f"{key}: {value}" for key, value in row.items()))
+    if options.json:
+        report = provenance(device) | {"batch": BATCH, "rows": rows}
+        options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def provenance(device: torch.device) -> dict[str, object]:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    if device.type == "cuda":
+        machine = torch.cuda.get_device_name(device)
+    else:
+        machine = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": commit or None,
+        "machine": machine,
+        "torch": torch.__version__,
+        "date": date.today().isoformat(),
+    }
+
+
+if __name__ == "__main__":
+    main()
