@@ -6,6 +6,10 @@ import torch
 ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
+# torch lets cuDNN round float32 convolutions to TF32 unless told otherwise; float32 tests mean float32.
+torch.backends.cudnn.allow_tf32 = False
+
+
 @pytest.fixture(autouse=True)
 def float64_and_seed():
     torch.set_default_dtype(torch.float64)
