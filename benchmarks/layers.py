@@ -15,13 +15,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from selfnorm import ExactConv2d, ExactLinear, SelfNormConv2d, SelfNormLinear
+from selfnorm import Bijection, ExactConv2d, ExactLinear, SelfNormConv2d, SelfNormLinear
 from selfnorm.convmatrix import Geometry, conv_matrix
 
 BATCH = 100
@@ -29,7 +30,7 @@ BATCH = 100
 CONV_STAGES = [(1, 28, 28), (4, 14, 14), (16, 7, 7)]
 
 
-def time_rounds(candidates: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
+def time_rounds(candidates: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
     """Milliseconds of each candidate in each round, after two rounds to warm up."""
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for round_ in range(repeats + 2):
@@ -48,7 +49,7 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize()
 
 
-def step(layer: torch.nn.Module, x: torch.Tensor) -> Callable[[], None]:
+def step(layer: Bijection, x: torch.Tensor) -> Callable[[], None]:
     """Forward and backward of the training objective, as inside a flow: with a gradient for x too."""
     x = x.requires_grad_()
 
@@ -75,7 +76,7 @@ def six_products(x: torch.Tensor, features: int) -> Callable[[], None]:
     return run
 
 
-def compare(name: str, candidates: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, object]:
+def compare(name: str, candidates: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, object]:
     times = time_rounds(candidates, repeats, device)
     row: dict[str, object] = {"name": name}
     row |= {f"{key} ms": round(statistics.median(values), 3) for key, values in times.items()}
@@ -95,6 +96,7 @@ def main() -> None:
     torch.manual_seed(0)
 
     rows = []
+    candidates: dict[str, Callable[[], object]]
     for features in (784, 3072):
         x = torch.randn(BATCH, features, device=device)
         candidates = {
@@ -109,7 +111,7 @@ def main() -> None:
         candidates = {
             "selfnorm": step(SelfNormConv2d(shape[0], 3).to(device), x.clone()),
             "exact": step(ExactConv2d(shape[0], 3).to(device), x.clone()),
-            "T(w)": lambda weight=weight, size=shape[1:]: conv_matrix(weight, size, Geometry()),
+            "T(w)": partial(conv_matrix, weight, shape[1:], Geometry()),
         }
         rows.append(compare(f"3×3 convolution, {'×'.join(map(str, shape))}", candidates, options.repeats, device))
 
