@@ -203,6 +203,24 @@ def test_the_exact_path_gives_the_weight_its_gradient(layer_and_x):
         assert_close(ours, torch.autograd.grad(exact_log_likelihood(layer, x, weights), layer.weight), rtol=1e-9, atol=1e-9)
 
 
+def test_what_inference_mode_kept_can_be_differentiated_later(layer_and_x):
+    layer, x = layer_and_x
+    with torch.inference_mode():
+        z, _ = layer(x)
+        layer.inverse(z)
+    back, log_det = layer.inverse(z.clone())
+    (back.sum() + log_det.sum()).backward()
+    assert torch.isfinite(layer.weight.grad).all()
+
+
+def test_torch_func_transforms_work_on_the_exact_path(layer_and_x):
+    layer, x = layer_and_x
+    jacobian = torch.func.jacrev(lambda x: layer(x)[0])(x[:1]).reshape(x[0].numel(), -1)
+    assert_close(torch.linalg.slogdet(jacobian).logabsdet, layer(x)[1][0])
+    gradient = torch.func.grad(lambda w: torch.func.functional_call(layer, {"weight": w}, (x,))[1].sum())(layer.weight.detach())
+    assert_close(gradient, torch.autograd.grad(layer(x)[1].sum(), layer.weight)[0])
+
+
 def test_the_exact_twins_train_by_the_exact_gradient(device):
     for layer, x in (
         (ExactLinear(5), torch.randn(4, 5)),

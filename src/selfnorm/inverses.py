@@ -49,6 +49,9 @@ class ExactFactors:
             and torch.equal(kept, weight)
         )
 
+    # What is kept may be needed later by a backward pass, so it must not be made of inference-mode tensors.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _factorise(self, who: str, weight: Tensor, form: BlockForm) -> None:
         self._forget()
         bad = int((~torch.isfinite(weight)).sum())
@@ -95,30 +98,39 @@ class AmortisedLogDet(torch.autograd.Function):
     apply(weight, value, log_det) -> value, with the gradient of log_det(weight).
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, value: Tensor, log_det: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.save_for_backward(weight)
-        ctx.log_det = log_det
+    def forward(weight: Tensor, value: Tensor, log_det: Callable[[Tensor], Tensor]) -> Tensor:
         return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        weight, _, ctx.log_det = inputs
+        ctx.save_for_backward(weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (weight,) = ctx.saved_tensors
-        with torch.enable_grad():
-            leaf = weight.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(ctx.log_det(leaf), leaf)
+        gradient = torch.func.grad(ctx.log_det)(weight)
         return (grad * gradient.to(grad)).to(weight), None, None
 
 
 class FactoredSolve(torch.autograd.Function):
     """blocks⁻¹ rhs from factors made earlier, differentiable in the blocks and in the right-hand side."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, blocks: Tensor, rhs: Tensor, lu: Tensor, pivots: Tensor) -> Tensor:
+    def forward(blocks: Tensor, rhs: Tensor, lu: Tensor, pivots: Tensor) -> Tensor:
         solution: Tensor = torch.linalg.lu_solve(lu, pivots, rhs)
-        ctx.save_for_backward(lu, pivots, solution)
         return solution
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        _, _, lu, pivots = inputs
+        ctx.save_for_backward(lu, pivots, output)
 
     @staticmethod
     @once_differentiable
