@@ -1,5 +1,6 @@
 """Bad input: each a ValueError that says which layer, what was expected and what came."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from selfnorm import (
     Split,
     Squeeze,
 )
+from selfnorm.models import fc_flow, glow
 
 REFUSED = {
     "even kernel": (lambda: SelfNormConv2d(2, 4), r"SelfNormConv2d: expected a kernel_size with odd sides, got 4"),
@@ -32,7 +34,10 @@ REFUSED = {
         lambda: SelfNormConv2d(2, 3, padding_mode="reflect"),
         r"expected padding_mode 'zeros' or 'circular', got 'reflect'",
     ),
-    "dilation": (lambda: SelfNormConv2d(2, 3, dilation=0), r"SelfNormConv2d: expected dilation of at least 1, got 0"),
+    "dilation": (
+        lambda: SelfNormConv2d(2, 3, dilation=0),
+        r"SelfNormConv2d: expected dilation to be a whole number of at least 1, got 0",
+    ),
     "channels": (lambda: Conv1x1(0), r"Conv1x1: expected channels to be a whole number of at least 1, got 0"),
     "features": (lambda: SelfNormLinear(-1), r"SelfNormLinear: expected features .* got -1"),
     "float features": (lambda: ExactLinear(2.0), r"ExactLinear: expected features .* got 2.0"),
@@ -85,6 +90,13 @@ def test_what_constructors_refuse(name):
 def test_what_linear_layers_refuse_by_every_method(layer, x, message, method):
     with pytest.raises(ValueError, match=message):
         getattr(layer.double(), method)(x.double())
+
+
+def test_sizes_may_be_lists_and_integers_of_any_type():
+    layer = SelfNormConv2d(np.int64(2), [3, 1], inverse_kernel_size=np.int32(3), dilation=torch.tensor(1), groups=np.int8(1))
+    assert layer.weight.shape == (2, 2, 3, 1) and layer.weight_inv.shape == (2, 2, 3, 3)
+    assert SelfNormLinear(np.int64(3)).weight.shape == (3, 3)
+    assert fc_flow(torch.Size([1, 2])).sample(1).shape == glow([1, 2, 2], blocks=1, steps=1, hidden=2).sample(1).shape[:-1]
 
 
 def test_a_circular_kernel_may_be_as_wide_as_the_image():

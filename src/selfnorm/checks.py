@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import index
+from typing import SupportsIndex
+
 import torch
 from torch import Tensor, nn
 
@@ -39,16 +43,25 @@ def expect_like(layer: nn.Module, x: Tensor, parameter: Tensor) -> None:
         )
 
 
-def pair(who: str, name: str, value: int | tuple[int, int]) -> tuple[int, int]:
-    """A size that may be given once for both axes, as (height, width)."""
-    height, width = value if isinstance(value, tuple) else (value, value)
-    if not all(isinstance(side, int) and side >= 1 for side in (height, width)):
-        raise ValueError(f"{who}: expected {name} of at least 1, got {value}")
-    return height, width
-
-
-def count(who: str, name: str, value: int) -> int:
-    """A whole number of at least one."""
-    if not isinstance(value, int) or value < 1:
+def count(who: str, name: str, value: SupportsIndex) -> int:
+    """A whole number of at least one, of whatever integer type."""
+    try:
+        number = index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
         raise ValueError(f"{who}: expected {name} to be a whole number of at least 1, got {value!r}")
-    return value
+    return number
+
+
+def pair(who: str, name: str, value: int | Sequence[int]) -> tuple[int, int]:
+    """A size that may be given once for both axes, as (height, width)."""
+    sides = tuple(value) if isinstance(value, Sequence) else (value, value)
+    if len(sides) != 2:
+        raise ValueError(f"{who}: expected {name} to be a number or (height, width), got {value!r}")
+    return count(who, name, sides[0]), count(who, name, sides[1])
+
+
+def event_shape(who: str, shape: int | Sequence[int]) -> tuple[int, ...]:
+    """One example's shape, which a single number gives for a vector."""
+    return tuple(count(who, "every side of the shape", side) for side in (shape if isinstance(shape, Sequence) else (shape,)))

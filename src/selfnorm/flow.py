@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection, Surrogate
-from selfnorm.checks import expect_float, expect_shape
+from selfnorm.checks import event_shape, expect_float, expect_shape
 
 Inverse = Literal["learned", "exact", "refined"]
 
@@ -19,9 +20,9 @@ class StandardNormal(nn.Module):
 
     _like: Tensor
 
-    def __init__(self, shape: tuple[int, ...] | None = None) -> None:
+    def __init__(self, shape: int | Sequence[int] | None = None) -> None:
         super().__init__()
-        self._fixed = None if shape is None else tuple(shape)
+        self._fixed = None if shape is None else event_shape("StandardNormal", shape)
         self._seen = self._fixed
         # Carries device and dtype along with .to(); holds nothing to save.
         self.register_buffer("_like", torch.zeros(()), persistent=False)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from selfnorm.bijection import Bijection, Chain
-from selfnorm.checks import count
+from selfnorm.checks import count, event_shape
 from selfnorm.flow import Flow, StandardNormal
 from selfnorm.layers.coupling import AffineCoupling, ConditionalAffine
 from selfnorm.layers.elementwise import ActNorm, Affine, Logit, SmoothLeakyReLU
-from selfnorm.layers.exact import Conv1x1, ExactConv2d, ExactLinear
+from selfnorm.layers.exact import ExactConv2d, ExactLinear
 from selfnorm.layers.image import Flatten, Split, Squeeze
 from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
 from selfnorm.layers.spline import SplineActivation
 
-Size = int | tuple[int, int]
+Size = int | Sequence[int]
 Layer = TypeVar("Layer")
 
 # Each kind of linear layer, by name; a new method joins here. The builders' options reach the kinds that have a use for them.
@@ -25,14 +25,11 @@ CONV: dict[str, Callable[[int, Size, Size | None], Bijection]] = {
     "selfnorm": SelfNormConv2d,
     "exact": lambda channels, kernel_size, inverse_kernel_size: ExactConv2d(channels, kernel_size),
 }
-MIX: dict[str, Callable[[int, Size], Bijection]] = {
-    "selfnorm": SelfNormConv2d,
-    "exact": lambda channels, kernel_size: Conv1x1(channels) if kernel_size == 1 else ExactConv2d(channels, kernel_size),
-}
+MIX: dict[str, Callable[[int, Size], Bijection]] = {"selfnorm": SelfNormConv2d, "exact": ExactConv2d}
 
 
 def fc_flow(
-    shape: int | tuple[int, ...],
+    shape: int | Sequence[int],
     layers: int = 2,
     linear: str = "selfnorm",
     alpha: float = 0.3,
@@ -44,7 +41,7 @@ def fc_flow(
     linear:  which layer: selfnorm or exact.
     levels:  with levels=256 the flow takes dequantised pixels in [0, 256), and its likelihood is in pixel units.
     """
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    shape = event_shape("fc_flow", shape)
     make = _kind("fc_flow", "linear", LINEAR, linear)
     features = math.prod(shape)
     body: list[Bijection] = [Flatten(shape)]
@@ -54,7 +51,7 @@ def fc_flow(
 
 
 def conv_flow(
-    shape: tuple[int, int, int],
+    shape: Sequence[int],
     blocks: int = 3,
     layers_per_block: int = 3,
     kernel_size: Size = 3,
@@ -84,7 +81,7 @@ def conv_flow(
 
 
 def glow(
-    shape: tuple[int, int, int],
+    shape: Sequence[int],
     blocks: int = 2,
     steps: int = 16,
     hidden: int = 512,
@@ -129,8 +126,8 @@ def _kind(who: str, name: str, kinds: dict[str, Layer], kind: str) -> Layer:
     return kinds[kind]
 
 
-def _image(who: str, shape: tuple[int, int, int], squeezes: int) -> tuple[int, int, int]:
-    factor = 2**squeezes
-    if len(shape) != 3 or shape[1] % factor or shape[2] % factor:
+def _image(who: str, shape: Sequence[int], squeezes: int) -> tuple[int, int, int]:
+    sides, factor = event_shape(who, shape), 2**squeezes
+    if len(sides) != 3 or sides[1] % factor or sides[2] % factor:
         raise ValueError(f"{who}: expected a shape (C, H, W) with H and W divisible by {factor}, got {shape}")
-    return shape
+    return sides[0], sides[1], sides[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ class DenseMap(LinearMap):
 
     def __init__(self, features: int, bias: bool = True) -> None:
         super().__init__()
-        self.features = count(type(self).__name__, "features", features)
+        self.features = features = count(type(self).__name__, "features", features)
         self.weight = nn.Parameter(torch.eye(features) + nn.init.xavier_normal_(torch.empty(features, features), gain=0.01))
         self.bias = nn.Parameter(torch.zeros(features)) if bias else None
 
@@ -114,9 +115,9 @@ class ConvMap(LinearMap):
     def __init__(
         self,
         channels: int,
-        kernel_size: int | tuple[int, int],
-        stride: int = 1,
-        dilation: int | tuple[int, int] = 1,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] = 1,
+        dilation: int | Sequence[int] = 1,
         groups: int = 1,
         padding_mode: PaddingMode = "zeros",
         bias: bool = True,
@@ -125,15 +126,16 @@ class ConvMap(LinearMap):
         who = type(self).__name__
         self.channels = count(who, "channels", channels)
         self.kernel_size = odd_kernel(who, "kernel_size", kernel_size)
-        if stride not in (1, (1, 1)):
+        if pair(who, "stride", stride) != (1, 1):
             raise ValueError(f"{who}: expected stride 1, got {stride}; a strided convolution is not invertible")
-        if channels % count(who, "groups", groups):
+        groups = count(who, "groups", groups)
+        if self.channels % groups:
             raise ValueError(f"{who}: expected groups that divide the {channels} channels, got {groups}")
         if padding_mode not in ("zeros", "circular"):
             raise ValueError(f"{who}: expected padding_mode 'zeros' or 'circular', got {padding_mode!r}")
         self.geometry = Geometry(pair(who, "dilation", dilation), groups, padding_mode)
-        self.weight = nn.Parameter(_initial_kernel(channels, self.kernel_size, groups))
-        self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
+        self.weight = nn.Parameter(_initial_kernel(self.channels, self.kernel_size, groups))
+        self.bias = nn.Parameter(torch.zeros(self.channels)) if bias else None
 
     def extra_repr(self) -> str:
         dilation, groups, padding_mode = self.geometry
@@ -170,7 +172,7 @@ class ConvMap(LinearMap):
         return 0.0 if self.bias is None else self.bias[:, None, None]
 
 
-def odd_kernel(who: str, name: str, kernel_size: int | tuple[int, int]) -> tuple[int, int]:
+def odd_kernel(who: str, name: str, kernel_size: int | Sequence[int]) -> tuple[int, int]:
     sides = pair(who, name, kernel_size)
     if not all(side % 2 for side in sides):
         raise ValueError(f"{who}: expected a {name} with odd sides, got {kernel_size}; an even kernel has no centre")

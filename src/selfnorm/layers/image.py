@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from selfnorm.bijection import Bijection, Chain, Surrogate
-from selfnorm.checks import count, describe, expect_shape
+from selfnorm.checks import count, describe, event_shape, expect_shape
 
 
 class Squeeze(Bijection):
@@ -43,9 +44,9 @@ class Squeeze(Bijection):
 class Flatten(Bijection):
     """(N, *shape) → (N, D). Given no shape, it takes any and goes back to the last one that it saw."""
 
-    def __init__(self, shape: tuple[int, ...] | None = None) -> None:
+    def __init__(self, shape: int | Sequence[int] | None = None) -> None:
         super().__init__()
-        self._fixed = None if shape is None else tuple(shape)
+        self._fixed = None if shape is None else event_shape("Flatten", shape)
         self._seen = self._fixed
 
     def extra_repr(self) -> str:

@@ -14,6 +14,7 @@ comes in through a per-example output, it scales with the loss like every other 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -135,10 +136,10 @@ class SelfNormConv2d(_LearnedInverse, ConvMap):
     def __init__(
         self,
         channels: int,
-        kernel_size: int | tuple[int, int],
-        inverse_kernel_size: int | tuple[int, int] | None = None,
-        stride: int = 1,
-        dilation: int | tuple[int, int] = 1,
+        kernel_size: int | Sequence[int],
+        inverse_kernel_size: int | Sequence[int] | None = None,
+        stride: int | Sequence[int] = 1,
+        dilation: int | Sequence[int] = 1,
         groups: int = 1,
         padding_mode: PaddingMode = "zeros",
         bias: bool = True,
@@ -149,7 +150,9 @@ class SelfNormConv2d(_LearnedInverse, ConvMap):
             if inverse_kernel_size is None
             else odd_kernel(type(self).__name__, "inverse_kernel_size", inverse_kernel_size)
         )
-        self.weight_inv = nn.Parameter(resize_kernel(flip(self.weight.detach(), groups), self.inverse_kernel_size).clone())
+        self.weight_inv = nn.Parameter(
+            resize_kernel(flip(self.weight.detach(), self.geometry.groups), self.inverse_kernel_size).clone()
+        )
 
     def extra_repr(self) -> str:
         return super().extra_repr() + f", inverse_kernel_size={self.inverse_kernel_size}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection
-from selfnorm.checks import count, expect_shape
+from selfnorm.checks import count, event_shape, expect_shape
 from selfnorm.layers.elementwise import sum_event
 
 # The smallest share of the interval that a bin may take in x or in z, and the smallest slope at a knot.
@@ -30,9 +31,9 @@ class SplineActivation(Bijection):
     True
     """
 
-    def __init__(self, shape: tuple[int, ...] | int, bins: int = 5, bound: float = 10.0) -> None:
+    def __init__(self, shape: int | Sequence[int], bins: int = 5, bound: float = 10.0) -> None:
         super().__init__()
-        self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        self.shape = event_shape("SplineActivation", shape)
         self.bins = count("SplineActivation", "bins", bins)
         if bins * SMALLEST >= 1:
             raise ValueError(f"SplineActivation: expected fewer than {1 / SMALLEST:g} bins, got {bins}")
