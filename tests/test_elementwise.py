@@ -9,7 +9,7 @@ from selfnorm import ActNorm, Affine, Logit, SmoothLeakyReLU, SplineActivation
 ANYWHERE = torch.cat([torch.linspace(-1e4, 1e4, 2001), torch.linspace(-50, 50, 5001)]).double()
 
 
-@pytest.mark.parametrize("alpha", [1e-4, 0.01, 0.1, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize("alpha", [1e-6, 1e-4, 0.01, 0.1, 0.3, 0.7, 1.0])
 def test_smooth_leaky_relu_inverse_converges_from_anywhere(alpha):
     layer = SmoothLeakyReLU(alpha)
     z = ANYWHERE[None]
@@ -56,7 +56,7 @@ def test_logit_in_float32_is_accurate_at_both_ends():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("alpha", [0.0, 1e-6, 0.05])
+@pytest.mark.parametrize("alpha", [0.0, 1e-6, 0.05, 0.49])
 @pytest.mark.parametrize("levels", [256, 17, 3])
 def test_whatever_logit_decodes_can_be_scored(dtype, alpha, levels):
     """Latents far beyond the data's range must not decode to a value that forward refuses, through any scaling in front."""
@@ -177,6 +177,15 @@ def test_spline_knots_meet_their_targets():
     assert_close(z, knots_z.T)
     (gradient,) = torch.autograd.grad(z.sum(), x)
     assert_close(gradient[1:-1], slopes.T[1:-1])
+
+
+@pytest.mark.parametrize("scale", [6.0, 10.0, 30.0])
+def test_sharp_splines_in_float32_stay_finite_both_ways(scale):
+    layer = spline(scale, shape=(1000,)).float()
+    z, log_det = layer(torch.rand(50, 1000, dtype=torch.float32) * 20 - 10)
+    x, inverse_log_det = layer.inverse(z)
+    for value in (z, log_det, x, inverse_log_det):
+        assert torch.isfinite(value).all()
 
 
 def test_spline_gradients_are_finite_everywhere():

@@ -23,9 +23,9 @@ from selfnorm import (
 from selfnorm.models import fc_flow, glow
 
 REFUSED = {
-    "even kernel": (lambda: SelfNormConv2d(2, 4), r"SelfNormConv2d: expected a kernel_size with odd sides, got 4"),
-    "even side": (lambda: ExactConv2d(2, (3, 2)), r"ExactConv2d: expected a kernel_size with odd sides, got \(3, 2\)"),
-    "even inverse": (lambda: SelfNormConv2d(2, 3, 6), r"SelfNormConv2d: expected a inverse_kernel_size with odd sides, got 6"),
+    "even kernel": (lambda: SelfNormConv2d(2, 4), r"SelfNormConv2d: expected odd sides for kernel_size, got 4"),
+    "even side": (lambda: ExactConv2d(2, (3, 2)), r"ExactConv2d: expected odd sides for kernel_size, got \(3, 2\)"),
+    "even inverse": (lambda: SelfNormConv2d(2, 3, 6), r"SelfNormConv2d: expected odd sides for inverse_kernel_size, got 6"),
     "no kernel": (lambda: SelfNormConv2d(2, 0), r"SelfNormConv2d: expected kernel_size .*at least 1, got 0"),
     "stride": (lambda: SelfNormConv2d(2, 3, stride=2), r"SelfNormConv2d: expected stride 1, got 2"),
     "groups": (lambda: SelfNormConv2d(4, 3, groups=3), r"SelfNormConv2d: expected groups that divide the 4 channels, got 3"),
@@ -41,13 +41,25 @@ REFUSED = {
     "channels": (lambda: Conv1x1(0), r"Conv1x1: expected channels to be a whole number of at least 1, got 0"),
     "features": (lambda: SelfNormLinear(-1), r"SelfNormLinear: expected features .* got -1"),
     "float features": (lambda: ExactLinear(2.0), r"ExactLinear: expected features .* got 2.0"),
-    "alpha": (lambda: SmoothLeakyReLU(-0.1), r"SmoothLeakyReLU: expected alpha in \(0, 1\], got -0.1"),
+    "alpha": (lambda: SmoothLeakyReLU(-0.1), r"SmoothLeakyReLU: expected alpha in \[1e-6, 1\], got -0.1"),
     "logit alpha": (lambda: Logit(0.5), r"Logit: expected alpha in \[0, 0.5\), got 0.5"),
     "scale": (lambda: Affine(0.0, 0.0), r"Affine: expected a finite shift and a finite scale other than 0"),
     "bins": (lambda: SplineActivation(3, bins=0), r"SplineActivation: expected bins .* got 0"),
     "many bins": (lambda: SplineActivation(3, bins=1000), r"SplineActivation: expected fewer than 1000 bins"),
-    "bound": (lambda: SplineActivation(3, bound=0.0), r"SplineActivation: expected a bound above 0, got 0.0"),
+    "bound": (lambda: SplineActivation(3, bound=0.0), r"SplineActivation: expected a finite bound above 0, got 0.0"),
     "coupling": (lambda: AffineCoupling(1), r"AffineCoupling: expected at least 2 channels to split, got 1"),
+    "endless bound": (lambda: SplineActivation(3, bound=float("inf")), r"expected a finite bound above 0, got inf"),
+    "negative shape": (lambda: SplineActivation(-3), r"SplineActivation: expected every side of the shape .* got -3"),
+    "empty shape": (lambda: fc_flow(()), r"fc_flow: expected a shape with at least one side, got \(\)"),
+    "number for an image": (lambda: glow(28), r"glow: expected a shape \(C, H, W\)"),
+    "negative sides": (lambda: fc_flow((-2, -2)), r"fc_flow: expected every side of the shape .* got -2"),
+    "three sides": (
+        lambda: SelfNormConv2d(2, (3, 3, 3)),
+        r"expected kernel_size to be a number or \(height, width\), got \(3, 3, 3\)",
+    ),
+    "text": (lambda: SelfNormConv2d(2, "3"), r"SelfNormConv2d: expected kernel_size"),
+    "no bijection": (lambda: Split(torch.nn.Linear(2, 2)), r"Split: expected rest to be a Bijection, got Linear"),
+    "no prior": (lambda: Split(Squeeze(), torch.nn.Linear(2, 2)), r"Split: expected prior to be a Bijection, got Linear"),
     "factor": (lambda: Squeeze(0), r"Squeeze: expected factor .* got 0"),
     "actnorm": (lambda: ActNorm(0), r"ActNorm: expected channels .* got 0"),
 }
@@ -90,6 +102,28 @@ def test_what_constructors_refuse(name):
 def test_what_linear_layers_refuse_by_every_method(layer, x, message, method):
     with pytest.raises(ValueError, match=message):
         getattr(layer.double(), method)(x.double())
+
+
+@pytest.mark.parametrize("layer", [SmoothLeakyReLU(), Logit(), Affine(0.0, 2.0)], ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize("method", ["forward", "inverse", "surrogate"])
+def test_what_layers_of_any_shape_refuse(layer, method):
+    for bad in (torch.rand(()), torch.rand(3)):
+        with pytest.raises(ValueError, match=rf"{type(layer).__name__}\(.*expected a batch of examples, shape \(N, …\), got"):
+            getattr(layer, method)(bad)
+    with pytest.raises(ValueError, match=rf"{type(layer).__name__}\(.*expected floating-point input, got torch.int64"):
+        getattr(layer, method)(torch.ones(2, 3, dtype=torch.int64))
+
+
+def test_a_twin_with_non_finite_weights_is_refused():
+    for exact, selfnorm in ((ExactConv2d(2, 3), SelfNormConv2d(2, 3)), (ExactLinear(2), SelfNormLinear(2))):
+        exact.weight.data.view(-1)[0] = float("nan")
+        with pytest.raises(ValueError, match=rf"{type(selfnorm).__name__}\(.*expected finite weights"):
+            selfnorm.load_state_dict(exact.state_dict())
+
+
+def test_a_context_in_another_dtype():
+    with pytest.raises(ValueError, match="expected torch.float64 on cpu, got torch.float32 on cpu"):
+        AffineCoupling(2, 4, 3)(torch.randn(2, 2, 4, 4), context=torch.randn(2, 3, dtype=torch.float32))
 
 
 def test_sizes_may_be_lists_and_integers_of_any_type():

@@ -1,6 +1,7 @@
 """Exact log-determinants and inverses: amortised, never stale, and differentiable."""
 
 import copy
+import math
 import warnings
 
 import pytest
@@ -203,6 +204,24 @@ def test_the_exact_path_gives_the_weight_its_gradient(layer_and_x):
         assert_close(ours, torch.autograd.grad(exact_log_likelihood(layer, x, weights), layer.weight), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("method", ["forward", "inverse"])
+def test_second_derivatives_of_the_exact_path(layer_and_x, method):
+    """A gradient penalty, say: its own gradient agrees with finite differences."""
+    layer, x = layer_and_x
+
+    def penalty(create_graph):
+        out, log_det = getattr(layer, method)(x)
+        (gradient,) = torch.autograd.grad((out**3).sum() + log_det.sum(), layer.weight, create_graph=create_graph)
+        return gradient.square().sum()
+
+    (ours,) = torch.autograd.grad(penalty(True), layer.weight)
+    direction, step, values = torch.randn_like(layer.weight), 1e-6, []
+    for sign in (1, -2):
+        layer.weight.data.add_(sign * step * direction)
+        values.append(penalty(False))
+    assert_close((ours * direction).sum(), (values[0] - values[1]) / (2 * step), rtol=1e-5, atol=1e-5)
+
+
 def test_what_inference_mode_kept_can_be_differentiated_later(layer_and_x):
     layer, x = layer_and_x
     with torch.inference_mode():
@@ -275,6 +294,24 @@ def test_singular_weights_are_named(layer_and_x):
             method(x)
 
 
+@pytest.mark.parametrize("channels", [1, 2])
+def test_circular_convolutions_that_kill_a_frequency_are_singular(channels):
+    """A box blur of 3 on an axis of 6 has zeros in its spectrum; each is a block of its own, and rounding hides it."""
+    layer = ExactConv2d(channels, (1, 3), padding_mode="circular", groups=channels)
+    torch.nn.init.constant_(layer.weight, 1 / 3)
+    with pytest.raises(SingularWeightError, match="expected an invertible weight"):
+        layer(torch.randn(2, channels, 1, 6))
+    assert_exact(layer, torch.randn(2, channels, 1, 7))
+
+
+@pytest.mark.parametrize("matrix", [[[1, 1], [0, 1e-20]], [[1e-20, 1e-20], [1, 2]], [[1, 1e17], [0, 1]], [[0, 1e-9], [1e9, 0]]])
+def test_rows_and_columns_of_any_scale_are_not_singular(matrix):
+    layer = ExactLinear(2, bias=False)
+    layer.weight.data.copy_(torch.tensor(matrix))
+    expected = math.log(abs(matrix[0][0] * matrix[1][1] - matrix[0][1] * matrix[1][0]))
+    assert_close(layer(torch.randn(1, 2))[1].item(), expected)
+
+
 def test_numerically_singular_weights_are_refused_but_badly_scaled_ones_are_not():
     layer, x = ExactLinear(40), torch.randn(2, 40)
     with torch.no_grad():
@@ -320,6 +357,15 @@ def test_refinement_takes_a_tolerance():
     rough, fine = (layer.refined_inverse(z, tolerance=t) for t in (1e-2, 1e-9))
     residual = [((z - layer(v)[0]).norm(dim=1) / z.norm(dim=1)).max().item() for v in (rough, fine)]
     assert 1e-9 < residual[0] <= 1e-2 and residual[1] <= 1e-9
+
+
+def test_refinement_accepts_whatever_is_within_the_tolerance():
+    """The last step may gain less than a tenth and still arrive."""
+    layer, x = layer_with_error(0.5), torch.randn(1, 8)
+    with torch.no_grad():
+        layer.weight_inv.copy_(0.05 * torch.linalg.inv(layer.weight))  # each step gains 5 per cent
+    z, _ = layer(x)
+    assert_close(layer.refined_inverse(z, tolerance=0.92), 0.0975 * x, rtol=1e-9, atol=1e-9)
 
 
 def test_refinement_waits_out_a_growing_start():

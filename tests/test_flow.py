@@ -9,7 +9,20 @@ import torch
 from torch.testing import assert_close
 
 from mnist_levels import MNIST_TEST_LEVELS
-from selfnorm import Affine, Chain, Flow, Logit, SelfNormConv2d, SelfNormLinear, SmoothLeakyReLU, SplineActivation, StandardNormal
+from selfnorm import (
+    Affine,
+    AffineCoupling,
+    Chain,
+    Flow,
+    Logit,
+    SelfNormConv2d,
+    SelfNormLinear,
+    SmoothLeakyReLU,
+    SplineActivation,
+    Split,
+    Squeeze,
+    StandardNormal,
+)
 from selfnorm.models import conv_flow, fc_flow, glow
 
 
@@ -145,6 +158,13 @@ def test_samples_can_be_scored(make, inverse, dtype, device):
     assert flow.sample(2, inverse=inverse).shape == x[:2].shape
 
 
+def test_the_density_of_a_sample_is_that_of_the_pixels_it_was_rounded_to():
+    """Bright pixels: float32 resolves 1 − u only to 1e-7, so x is not quite what z was, and its density not quite z's."""
+    flow = Flow(Chain(Affine(0.0, 1 / 256), Logit(), Affine(-8.0, 1 / 4)), StandardNormal((784,))).float()
+    x, log_prob = flow.sample_and_log_prob(50)
+    assert_close(log_prob.double(), flow.double().log_prob(x.double()), rtol=1e-5, atol=0.01)
+
+
 def test_a_fresh_model_samples_before_it_has_seen_data():
     for flow, shape in (
         (fc_flow((1, 2, 3)), (1, 2, 3)),
@@ -200,6 +220,27 @@ def test_the_default_base_learns_its_shape_from_data():
     assert flow.sample(2).shape == (2, 2, 4, 5)
 
 
+def test_a_context_passes_layers_that_have_no_use_for_it():
+    flow, x = glow((1, 4, 4), steps=1, hidden=4), torch.randn(3, 1, 4, 4)
+    assert_close(flow.log_prob(x, context=torch.randn(3, 7)), flow.log_prob(x))
+    assert flow.sample(3, context=torch.randn(3, 7)).shape == x.shape
+
+
+def test_a_context_conditions_the_density():
+    flow = Flow(Chain(Squeeze(), AffineCoupling(4, 4, context_channels=3), Split(AffineCoupling(2, 4, 3))), StandardNormal((16,)))
+    shaken(flow)
+    x, one, other = torch.randn(3, 1, 4, 4), torch.randn(3, 3), torch.randn(3, 3)
+    assert not torch.allclose(flow.log_prob(x, context=one), flow.log_prob(x, context=other))
+    z = flow.encode(x, context=one)
+    for inverse in ("learned", "exact", "refined"):
+        assert_close(flow.decode(z, inverse, context=one), x)
+    assert flow.surrogate(x, context=one).z.shape == z.shape
+    sample, log_prob = flow.sample_and_log_prob(3, context=one)
+    assert_close(flow.log_prob(sample, context=one), log_prob)
+    with pytest.raises(ValueError, match="AffineCoupling.*expected a context"):
+        flow.initialize(x)
+
+
 # What is refused
 
 
@@ -239,8 +280,43 @@ def test_nan_in_a_parameter_is_traced_to_its_layer():
 def test_errors_say_where_in_nested_chains_they_arose():
     flow = glow((1, 4, 4), steps=1, hidden=4)
     flow.bijection[-1].rest[2].weight.data.zero_()
-    with pytest.raises(ValueError, match=r"^layer 4: layer 2: SelfNormConv2d\(8.*singular"):
+    with pytest.raises(ValueError, match=r"^layer 4: rest: layer 2: SelfNormConv2d\(8.*singular"):
         flow.log_prob(torch.randn(2, 1, 4, 4))
+
+
+@pytest.mark.parametrize("bad", [300.0, float("nan"), -1.0])
+def test_initialize_refuses_bad_data_and_can_be_called_again(bad):
+    flow, x = glow((1, 4, 4), steps=1, hidden=4, levels=256), 256 * torch.rand(8, 1, 4, 4)
+    broken = x.clone()
+    broken[0, 0, 0, 0] = bad
+    with pytest.raises(ValueError, match="expected a finite"):
+        flow.initialize(broken)
+    flow.initialize(x)
+    assert torch.isfinite(flow.log_prob(x)).all()
+
+
+def test_non_finite_parameters_behind_a_bad_sample_are_named():
+    flow = fc_flow(3)
+    flow.bijection[3].weight_inv.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"expected a finite result.*non-finite parameters: bijection.3.weight_inv"):
+        flow.sample(2)
+
+
+class Elementwise(Uniform):
+    def log_prob(self, z):
+        return -0.5 * z.square()
+
+
+def test_a_base_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"expected base to be a module with log_prob\(z\) and sample.* got str"):
+        Flow(SelfNormLinear(2), "normal")
+    with pytest.raises(ValueError, match=r"expected Elementwise.log_prob\(z\) to give one number .* \(2,\), got \(2, 2\)"):
+        Flow(SelfNormLinear(2), Elementwise()).log_prob(torch.randn(2, 2))
+
+
+def test_a_negative_number_of_samples():
+    with pytest.raises(ValueError, match="expected a number of samples of at least 0, got -1"):
+        fc_flow(3).sample(-1)
 
 
 def test_unknown_inverse():

@@ -114,6 +114,20 @@ def test_a_training_step_can_be_captured_as_one_cuda_graph(name, device):
     assert_close([p.grad for p in flow.parameters()], list(expected), rtol=1e-8, atol=1e-8)
 
 
+def test_trains_and_scores_under_autocast(flow_and_x):
+    """Only coupling networks go to half precision; log-dets stay in float32."""
+    flow, x = flow_and_x
+    flow, x = flow.float(), x.float()
+    expected = flow.log_prob(x)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        loss = loss_of(flow, x)
+        log_prob = flow.log_prob(x)
+    assert loss.dtype == log_prob.dtype == torch.float32
+    loss.backward()
+    assert all(p.grad.dtype == torch.float32 and torch.isfinite(p.grad).all() for p in flow.parameters())
+    assert_close(log_prob, expected, rtol=1e-2, atol=1e-2)
+
+
 def test_the_model_moves_between_dtypes_and_devices(flow_and_x):
     flow, x = flow_and_x
     expected = flow.log_prob(x)

@@ -201,21 +201,34 @@ def test_frozen_weights_and_a_frozen_input_get_no_gradient():
     assert layer.weight.grad is None and x.grad is None and layer.weight_inv.grad.any()
 
 
-@pytest.mark.parametrize("optimizer", [{}, {"foreach": True}, {"fused": True}])
-def test_optimisers_agree_whatever_the_layout_of_the_inverse(optimizer, device):
-    """R is stored column by column; an optimiser that reads memory in the wrong order would show here."""
-    layer, x = SelfNormLinear(7).to(device), torch.randn(9, 7).to(device)
-    reference = SelfNormLinear(7).to(device)
-    reference.load_state_dict(layer.state_dict())
-    reference.weight_inv = torch.nn.Parameter(reference.weight_inv.detach().contiguous())
-    for module, options in ((layer, optimizer), (reference, {"foreach": False})):
-        adam = torch.optim.Adam(module.parameters(), lr=0.1, **options)
-        for _ in range(3):
-            adam.zero_grad()
-            loss_of(module, x).backward()
-            adam.step()
-    for mine, theirs in zip(layer.parameters(), reference.parameters(), strict=True):
-        assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+@pytest.mark.parametrize("name", LAYERS)
+def test_parameters_and_gradients_are_contiguous(name):
+    """LBFGS, parameters_to_vector and safetensors take nothing else."""
+    layer, x = random_layer(name)
+    loss_of(layer, x).backward()
+    for parameter in layer.parameters():
+        assert parameter.is_contiguous() and parameter.grad.is_contiguous()
+    torch.nn.utils.parameters_to_vector(layer.parameters())
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_a_second_derivative_of_the_surrogate_is_refused(kind):
+    chain, x = small_flow(kind)
+    with pytest.raises(RuntimeError, match="differentiate log_prob twice instead"):
+        torch.autograd.grad(chain.surrogate(x).log_det.sum(), list(chain.parameters()), create_graph=True, allow_unused=True)
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_autocast_leaves_self_normalizing_layers_in_full_precision(kind, device):
+    chain, x = small_flow(kind)
+    chain, x = chain.float().to(device), x.float().to(device)
+    expected = torch.autograd.grad(loss_of(chain, x), list(chain.parameters()))
+    exact = chain(x)[1]
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = loss_of(chain, x)
+        assert_close(chain(x)[1], exact)
+        assert chain.approx_inverse(x).dtype == torch.float32
+    assert_close(torch.autograd.grad(loss, list(chain.parameters())), expected)
 
 
 # Initialisation and the twins

@@ -103,8 +103,9 @@ class Chain(Bijection):
     def __iter__(self) -> Iterator[Bijection]:
         return iter(self._modules.values())  # type: ignore[arg-type]
 
-    def __getitem__(self, index: int) -> Bijection:
-        return list(self)[index]
+    def __getitem__(self, index: int | slice) -> Bijection:
+        """One layer, or a chain of some of them; both share their parameters with this chain."""
+        return Chain(*list(self)[index]) if isinstance(index, slice) else list(self)[index]
 
     @property
     def reconstruction_names(self) -> tuple[str, ...]:
@@ -113,7 +114,7 @@ class Chain(Bijection):
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         total = x.new_zeros(x.shape[0])
         for index, layer in enumerate(self):
-            with _named(index, layer):
+            with located(f"layer {index}"):
                 x, log_det = layer(x, context=context)
                 _expect_finite(layer, "forward", x, log_det)
             total = total + log_det
@@ -122,7 +123,7 @@ class Chain(Bijection):
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         total = z.new_zeros(z.shape[0])
         for index, layer in reversed(list(enumerate(self))):
-            with _named(index, layer):
+            with located(f"layer {index}"):
                 z, log_det = layer.inverse(z, context=context)
                 _expect_finite(layer, "inverse", z, log_det)
             total = total + log_det
@@ -145,16 +146,17 @@ class Chain(Bijection):
 
     def refined_inverse(self, z: Tensor, *, context: Tensor | None = None, tolerance: float | None = None) -> Tensor:
         for index, layer in reversed(list(enumerate(self))):
-            with _named(index, layer):
+            with located(f"layer {index}"):
                 z = layer.refined_inverse(z, context=context, tolerance=tolerance)
         return z
 
     @torch.no_grad()
     def initialize(self, x: Tensor, *, context: Tensor | None = None) -> None:
         for index, layer in enumerate(self):
-            with _named(index, layer):
+            with located(f"layer {index}"):
                 layer.initialize(x, context=context)
-                x = layer.surrogate(x, context=context).z
+                x, log_det, _ = layer.surrogate(x, context=context)
+                _expect_finite(layer, "initialize", x, log_det)
 
     def after_step(self) -> None:
         for layer in self:
@@ -162,12 +164,12 @@ class Chain(Bijection):
 
 
 @contextmanager
-def _named(index: int, layer: Bijection) -> Iterator[None]:
-    """Say in a layer's error where in the chain it stands: in a Glow of 96 layers the class name is not enough."""
+def located(place: str) -> Iterator[None]:
+    """Say in a layer's error where it stands: in a Glow of 96 layers the class name is not enough."""
     try:
         yield
     except ValueError as error:
-        error.args = (f"layer {index}: {error}",)
+        error.args = (f"{place}: {error}",)
         raise
 
 

@@ -27,6 +27,10 @@ class BlockForm(Protocol):
         """The blocks (…, m, m), in the weight's precision."""
         ...
 
+    def rounding(self, weight: Tensor) -> Tensor | float:
+        """How far rounding may have moved a block's entries, by column (…, m); 0 where they are the weight's own."""
+        ...
+
     def split(self, x: Tensor) -> Tensor:
         """A batch (N, …) as columns (…, m, n) for the blocks to act on."""
         ...
@@ -44,6 +48,9 @@ class Dense:
 
     def blocks(self, weight: Tensor) -> Tensor:
         return weight
+
+    def rounding(self, weight: Tensor) -> float:
+        return 0.0
 
     def split(self, x: Tensor) -> Tensor:
         return x.mT
@@ -63,6 +70,9 @@ class ZeroPadded:
     def blocks(self, weight: Tensor) -> Tensor:
         return conv_matrix(weight, self.size[1:], self.geometry)
 
+    def rounding(self, weight: Tensor) -> float:
+        return 0.0
+
     def split(self, x: Tensor) -> Tensor:
         return x.unflatten(1, (self.geometry.groups, -1)).flatten(2).permute(1, 2, 0)
 
@@ -80,6 +90,12 @@ class Circular:
 
     def blocks(self, weight: Tensor) -> Tensor:
         return circular_symbols(weight, self.size[1:], self.geometry)
+
+    def rounding(self, weight: Tensor) -> Tensor:
+        # Each entry is a sum over taps, and may cancel.
+        taps = weight.shape[-2] * weight.shape[-1]
+        sums = weight.abs().sum((-2, -1)).unflatten(0, (self.geometry.groups, -1))
+        return taps * torch.finfo(weight.dtype).eps * sums.amax(1, keepdim=True)
 
     def split(self, x: Tensor) -> Tensor:
         return torch.fft.fft2(x).unflatten(1, (self.geometry.groups, -1)).flatten(3).permute(1, 3, 2, 0)
@@ -101,6 +117,9 @@ class PerPixel:
 
     def blocks(self, weight: Tensor) -> Tensor:
         return weight.flatten(1).unflatten(0, (self.groups, -1))
+
+    def rounding(self, weight: Tensor) -> float:
+        return 0.0
 
     def split(self, x: Tensor) -> Tensor:
         return x.unflatten(1, (self.groups, -1)).permute(1, 2, 0, 3, 4).flatten(2)

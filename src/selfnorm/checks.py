@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from operator import index
 from typing import SupportsIndex
 
-import torch
 from torch import Tensor, nn
 
 
@@ -34,13 +33,20 @@ def expect_float(who: str, x: Tensor) -> None:
         )
 
 
-def expect_like(layer: nn.Module, x: Tensor, parameter: Tensor) -> None:
-    """Refuse an input in another dtype or on another device than the layer's; under autocast, dtypes are torch's business."""
-    if x.device != parameter.device or (x.dtype != parameter.dtype and not torch.is_autocast_enabled(x.device.type)):
+def expect_like(layer: nn.Module, x: Tensor, other: Tensor) -> None:
+    """Refuse an input in another dtype or on another device than what it is to be put together with."""
+    if x.device != other.device or x.dtype != other.dtype:
         raise ValueError(
-            f"{describe(layer)}: expected {parameter.dtype} on {parameter.device}, got {x.dtype} on {x.device}; "
+            f"{describe(layer)}: expected {other.dtype} on {other.device}, got {x.dtype} on {x.device}; "
             "move one of them with .to()"
         )
+
+
+def expect_batch(layer: nn.Module, x: Tensor) -> None:
+    """Refuse what is not a batch of real examples (N, …), for layers that take any shape."""
+    if x.dim() < 2:
+        raise ValueError(f"{describe(layer)}: expected a batch of examples, shape (N, …), got {tuple(x.shape)}")
+    expect_float(describe(layer), x)
 
 
 def count(who: str, name: str, value: SupportsIndex) -> int:
@@ -64,4 +70,7 @@ def pair(who: str, name: str, value: int | Sequence[int]) -> tuple[int, int]:
 
 def event_shape(who: str, shape: int | Sequence[int]) -> tuple[int, ...]:
     """One example's shape, which a single number gives for a vector."""
-    return tuple(count(who, "every side of the shape", side) for side in (shape if isinstance(shape, Sequence) else (shape,)))
+    sides = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+    if not sides:
+        raise ValueError(f"{who}: expected a shape with at least one side, got {shape}")
+    return tuple(count(who, "every side of the shape", side) for side in sides)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -67,6 +67,10 @@ class Flow(nn.Module):
             raise ValueError(f"Flow: expected a Bijection, got {type(bijection).__name__}")
         self.bijection = bijection
         self.base = StandardNormal() if base is None else base
+        if not isinstance(self.base, nn.Module) or not all(hasattr(self.base, name) for name in ("log_prob", "sample")):
+            raise ValueError(
+                f"Flow: expected base to be a module with log_prob(z) and sample(n, generator=None), got {type(base).__name__}"
+            )
 
     @property
     def reconstruction_names(self) -> tuple[str, ...]:
@@ -80,7 +84,7 @@ class Flow(nn.Module):
     def log_prob(self, x: Tensor, *, context: Tensor | None = None) -> Tensor:
         """log p(x), (N,): exact. Linear layers factorise their weight once; further batches cost no factorisation."""
         z, log_det = self._encode(x, context)
-        log_prob: Tensor = self.base.log_prob(z) + log_det  # type: ignore[operator]
+        log_prob = self._base_log_prob(z) + log_det
         if torch.isnan(log_prob).any():
             raise ValueError(f"Flow.log_prob: expected numbers, got NaN from the base distribution {type(self.base).__name__}")
         return log_prob
@@ -92,7 +96,7 @@ class Flow(nn.Module):
         """
         expect_float("Flow.surrogate", x)
         z, log_det, reconstruction = self.bijection.surrogate(x, context=context)
-        return Surrogate(z, self.base.log_prob(z) + log_det, reconstruction)  # type: ignore[operator]
+        return Surrogate(z, self._base_log_prob(z) + log_det, reconstruction)
 
     def encode(self, x: Tensor, *, context: Tensor | None = None) -> Tensor:
         """x → z, exact."""
@@ -109,7 +113,7 @@ class Flow(nn.Module):
             x = self.bijection.refined_inverse(z, context=context)
         else:
             x = self.bijection.inverse(z, context=context)[0]
-        _expect_finite(f"Flow.decode(inverse={inverse!r})", "result", x)
+        _expect_finite(f"Flow.decode(inverse={inverse!r})", "result", x, self._non_finite_parameters)
         return x
 
     @torch.no_grad()
@@ -122,8 +126,7 @@ class Flow(nn.Module):
         context: Tensor | None = None,
     ) -> Tensor:
         """n draws of x, without gradient. "learned" is cheapest and as good as the learned inverse; "exact" follows p(x)."""
-        z = self.base.sample(n, generator=generator)  # type: ignore[operator]
-        return self.decode(z, inverse, context=context)
+        return self.decode(self._draw(n, generator), inverse, context=context)
 
     def sample_and_log_prob(
         self,
@@ -133,23 +136,38 @@ class Flow(nn.Module):
         *,
         context: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """n draws of x, and log p(x) of each, (n,): the exact density at that x, however it was drawn. Differentiable."""
-        z = self.base.sample(n, generator=generator)  # type: ignore[operator]
-        if inverse != "exact":
-            x = self.decode(z, inverse, context=context)
-            return x, self.log_prob(x, context=context)
-        x, log_det = self.bijection.inverse(z, context=context)
-        _expect_finite("Flow.sample_and_log_prob", "result", x)
-        return x, self.base.log_prob(z) - log_det  # type: ignore[operator]
+        """n draws of x, and log p(x) of each, (n,): the exact density at that very x, however it was drawn. Differentiable."""
+        x = self.decode(self._draw(n, generator), inverse, context=context)
+        return x, self.log_prob(x, context=context)
 
     def initialize(self, x: Tensor, *, context: Tensor | None = None) -> None:
         """Data-dependent initialisation from a first batch (ActNorm's); call it once, before the first step."""
         expect_float("Flow.initialize", x)
+        _expect_finite("Flow.initialize", "input", x)
         self.bijection.initialize(x, context=context)
 
     def after_step(self) -> None:
         """Call after each optimiser step."""
         self.bijection.after_step()
+
+    def _draw(self, n: int, generator: torch.Generator | None) -> Tensor:
+        if n < 0:
+            raise ValueError(f"Flow.sample: expected a number of samples of at least 0, got {n}")
+        z: Tensor = self.base.sample(n, generator=generator)  # type: ignore[operator]
+        return z
+
+    def _base_log_prob(self, z: Tensor) -> Tensor:
+        log_prob: Tensor = self.base.log_prob(z)  # type: ignore[operator]
+        if log_prob.shape != z.shape[:1]:
+            raise ValueError(
+                f"Flow: expected {type(self.base).__name__}.log_prob(z) to give one number for each example, shape "
+                f"{tuple(z.shape[:1])}, got {tuple(log_prob.shape)}"
+            )
+        return log_prob
+
+    def _non_finite_parameters(self) -> str:
+        names = [name for name, value in self.named_parameters() if not torch.isfinite(value).all()]
+        return f"; non-finite parameters: {', '.join(names)}" if names else ""
 
     def _encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         expect_float("Flow", x)
@@ -158,7 +176,7 @@ class Flow(nn.Module):
         return z, log_det
 
 
-def _expect_finite(who: str, what: str, x: Tensor) -> None:
+def _expect_finite(who: str, what: str, x: Tensor, hint: Callable[[], str] = str) -> None:
     bad = int((~torch.isfinite(x)).sum())
     if bad:
-        raise ValueError(f"{who}: expected a finite {what}, got {bad} non-finite of {x.numel()} values")
+        raise ValueError(f"{who}: expected a finite {what}, got {bad} non-finite of {x.numel()} values{hint()}")

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from selfnorm.blocks import BlockForm, Dense
 
@@ -57,16 +56,19 @@ class ExactFactors:
         bad = int((~torch.isfinite(weight)).sum())
         if bad:
             raise ValueError(f"{who}: expected finite weights, got {bad} non-finite of {weight.numel()} entries")
-        blocks = form.blocks(widen(weight))
-        lu, pivots, _ = torch.linalg.lu_factor_ex(blocks)
+        wide = widen(weight)
+        lu, pivots, _ = torch.linalg.lu_factor_ex(form.blocks(wide))
         diagonal = lu.diagonal(dim1=-2, dim2=-1).abs()
-        # A pivot that is rounding noise beside its own column is a zero: what it says of the determinant is noise too.
-        noise = blocks.shape[-1] * torch.finfo(torch.float64).eps * torch.linalg.vector_norm(blocks, dim=-2)
+        # Pivot k is a difference, a_kk − Σ_j l_kj u_jk. One that is no larger than the rounding of its terms is a zero, and what
+        # it says of the determinant is noise. Measured so, rows and columns of very different scale are no cause for alarm.
+        eps = torch.finfo(wide.dtype).eps
+        terms = (lu.tril(-1).abs() * lu.triu(1).mT.abs()).sum(-1) + diagonal
+        noise = lu.shape[-1] * eps * terms + form.rounding(wide)
         zeros = int((diagonal <= noise).sum())
         if zeros:
             raise SingularWeightError(
-                f"{who}: expected an invertible weight, got a singular one ({zeros} of {diagonal.numel()} pivots vanish); "
-                "it has no exact inverse and no finite log-determinant"
+                f"{who}: expected an invertible weight, got a singular one ({zeros} of {diagonal.numel()} pivots vanish in "
+                "float64); it has no exact inverse and no finite log-determinant"
             )
         self._form, self._weight, self._lu = form, weight.clone(), (lu, pivots)
         self._log_det = form.copies * diagonal.log().sum()
@@ -95,7 +97,7 @@ class ExactFactors:
 class AmortisedLogDet(torch.autograd.Function):
     """A log-determinant whose value is known already, and whose gradient is computed only if somebody asks for it.
 
-    apply(weight, value, log_det) -> value, with the gradient of log_det(weight).
+    apply(weight, value, log_det) -> value, with the derivatives of log_det(weight), of any order.
     """
 
     generate_vmap_rule = True
@@ -110,7 +112,6 @@ class AmortisedLogDet(torch.autograd.Function):
         ctx.save_for_backward(weight)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (weight,) = ctx.saved_tensors
         gradient = torch.func.grad(ctx.log_det)(weight)
@@ -129,15 +130,19 @@ class FactoredSolve(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        _, _, lu, pivots = inputs
-        ctx.save_for_backward(lu, pivots, output)
+        blocks, _, lu, pivots = inputs
+        ctx.save_for_backward(blocks, lu, pivots, output)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
-        lu, pivots, solution = ctx.saved_tensors
-        grad_rhs = torch.linalg.lu_solve(lu, pivots, grad, adjoint=True)
-        return (-grad_rhs @ solution.mH if ctx.needs_input_grad[0] else None), grad_rhs, None, None
+        blocks, lu, pivots, solution = ctx.saved_tensors
+        if not ctx.needs_input_grad[0]:
+            return None, torch.linalg.lu_solve(lu, pivots, grad, adjoint=True), None, None
+        if torch.is_grad_enabled():  # a second derivative is wanted, which the factors, being constants, would not give
+            grad_rhs = torch.linalg.solve(blocks.mH, grad)
+        else:
+            grad_rhs = torch.linalg.lu_solve(lu, pivots, grad, adjoint=True)
+        return -grad_rhs @ solution.mH, grad_rhs, None, None
 
 
 def refine(
@@ -167,7 +172,7 @@ def refine(
     while smallest > tolerance and stale < patience and math.isfinite(error):
         x = x + approx_inverse(residual)
         residual, error = residual_of(x)
-        if error < 0.9 * smallest:
+        if error <= tolerance or error < 0.9 * smallest:
             best, smallest, stale = x, error, 0
         else:
             stale += 1

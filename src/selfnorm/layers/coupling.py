@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection
-from selfnorm.checks import count, describe, expect_shape
+from selfnorm.checks import count, describe, expect_like, expect_shape
 from selfnorm.layers.elementwise import sum_event
 
 
@@ -46,6 +46,7 @@ class ConditionalAffine(Bijection):
         expect_shape(self, x, self.channels, "H", "W")
         context = expect_context(self, context, self.context_channels, x)
         h = self.last(self.network(context)) * (3 * self.last_log_scale).exp()[:, None, None]
+        h = h.to(x.dtype)  # under autocast the network may be in half precision; the map and its log-det are not
         return 2 * torch.tanh(h[:, 0::2] / 2), h[:, 1::2]
 
 
@@ -102,4 +103,5 @@ def expect_context(layer: nn.Module, context: Tensor | None, channels: int, x: T
         raise ValueError(
             f"{describe(layer)}: expected a context of shape {expected} or {expected[:2]}, got {got}; pass it as context="
         )
+    expect_like(layer, context, x)
     return context

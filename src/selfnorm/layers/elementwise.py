@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection, Surrogate
-from selfnorm.checks import count, describe
+from selfnorm.checks import count, describe, expect_batch
 
 
 def sum_event(x: Tensor) -> Tensor:
@@ -31,20 +31,22 @@ class SmoothLeakyReLU(Bijection):
 
     def __init__(self, alpha: float = 0.3) -> None:
         super().__init__()
-        if not 0 < alpha <= 1:
-            raise ValueError(f"SmoothLeakyReLU: expected alpha in (0, 1], got {alpha}")
+        if not 1e-6 <= alpha <= 1:
+            raise ValueError(f"SmoothLeakyReLU: expected alpha in [1e-6, 1], got {alpha}")
         self.alpha = alpha
         # Left of the bend each step gains about one unit of x until the exponential is small beside α, that is for about
         # log(1/α) steps; from there on convergence is quadratic.
-        self._iterations = min(20, 6 + math.ceil(math.log(1 / alpha)))
+        self._iterations = 5 + math.ceil(math.log(1 / alpha))
 
     def extra_repr(self) -> str:
         return f"alpha={self.alpha}"
 
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        expect_batch(self, x)
         return self._value(x), sum_event(self._slope(x).log())
 
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        expect_batch(self, z)
         with torch.no_grad():
             x = torch.minimum(z, z / self.alpha)
             for _ in range(self._iterations):
@@ -69,8 +71,8 @@ class Affine(Bijection):
 
     def __init__(self, shift: float | Tensor, scale: float | Tensor) -> None:
         super().__init__()
-        self.register_buffer("shift", torch.as_tensor(shift, dtype=torch.get_default_dtype()).clone())
-        self.register_buffer("scale", torch.as_tensor(scale, dtype=torch.get_default_dtype()).clone())
+        self.register_buffer("shift", torch.as_tensor(shift, dtype=torch.get_default_dtype()).detach().clone())
+        self.register_buffer("scale", torch.as_tensor(scale, dtype=torch.get_default_dtype()).detach().clone())
         if not (torch.isfinite(self.scale) & (self.scale != 0)).all() or not torch.isfinite(self.shift).all():
             raise ValueError(f"Affine: expected a finite shift and a finite scale other than 0, got {shift} and {scale}")
 
@@ -86,6 +88,7 @@ class Affine(Bijection):
         return z / self.scale - self.shift, -self._log_det(z)
 
     def _check(self, x: Tensor) -> None:
+        expect_batch(self, x)
         event = x.shape[1:]
         for name, value in (("shift", self.shift), ("scale", self.scale)):
             sides = zip(reversed(value.shape), reversed(event), strict=False)
@@ -96,7 +99,7 @@ class Affine(Bijection):
                 )
 
     def _log_det(self, x: Tensor) -> Tensor:
-        return self.scale.abs().log().expand(x.shape[1:]).sum().expand(x.shape[0])
+        return self.scale.abs().log().expand(x.shape[1:]).sum().repeat(x.shape[0])
 
 
 class Logit(Bijection):
@@ -134,15 +137,17 @@ class Logit(Bijection):
         return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
 
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        expect_batch(self, z)
         stretch, eps = 1 - 2 * self.alpha, torch.finfo(z.dtype).eps
         lowest = -self.alpha / stretch * (1 - 4 * eps) if self.alpha else torch.finfo(z.dtype).tiny
-        highest = 1 + self.alpha / stretch - 4 * eps
+        highest = (1 + self.alpha / stretch) * (1 - 4 * eps)
         x = ((torch.sigmoid(z) - self.alpha) / stretch).clamp(lowest, highest)
         # d sigmoid = sigmoid(z)·sigmoid(−z), in logs, where neither factor can vanish
         return x, sum_event(F.logsigmoid(z) + F.logsigmoid(-z) - math.log(stretch))
 
     def _sides(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The squashed value and one minus it, each without cancellation: near x = 1, 1 − x is exact but 1 − squashed is not."""
+        expect_batch(self, x)
         stretch = 1 - 2 * self.alpha
         return self.alpha + stretch * x, self.alpha + stretch * (1 - x)
 
@@ -183,6 +188,8 @@ class ActNorm(Bijection):
         if self.initialized:
             return
         values = x.transpose(0, 1).flatten(1)
+        if not torch.isfinite(values).all():
+            raise ValueError(f"{describe(self)}: expected finite values to initialise from, got non-finite ones")
         if values.shape[1] < 2:
             raise ValueError(f"{describe(self)}: expected at least 2 values a channel to initialise from, got {values.shape[1]}")
         self.shift.copy_(-values.mean(1))
@@ -196,4 +203,4 @@ class ActNorm(Bijection):
         return self.shift.view(shape), self.log_scale.view(shape)
 
     def _log_det(self, x: Tensor) -> Tensor:
-        return (math.prod(x.shape[2:]) * self.log_scale.sum()).expand(x.shape[0])
+        return (math.prod(x.shape[2:]) * self.log_scale.sum()).repeat(x.shape[0])

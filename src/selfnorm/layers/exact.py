@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,21 @@ from selfnorm.blocks import BlockForm, Circular, Dense, PerPixel, ZeroPadded
 from selfnorm.checks import count, describe, expect_like, expect_shape, pair
 from selfnorm.convmatrix import Geometry, PaddingMode, convolve, dirac
 from selfnorm.inverses import AmortisedLogDet, ExactFactors, FactoredSolve, widen
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def in_full_precision(method: Method) -> Method:
+    """Keep a method out of autocast: half precision would leave neither a determinant nor a reconstruction to speak of."""
+
+    @wraps(method)
+    def run(self: LinearMap, x: Tensor, **options: Any) -> Any:
+        if not torch.is_autocast_enabled(x.device.type):
+            return method(self, x, **options)
+        with torch.autocast(x.device.type, enabled=False):
+            return method(self, x.to(self.weight.dtype), **options)
+
+    return cast(Method, run)
 
 
 class LinearMap(Bijection):
@@ -50,10 +66,12 @@ class LinearMap(Bijection):
         self.check_shape(x)
         expect_like(self, x, self.weight)
 
+    @in_full_precision
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self.check_input(x)
         return self.apply_weight(x) + self.broadcast_bias(), self._log_abs_det(x)
 
+    @in_full_precision
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self.check_input(z)
         form = self.form(z)
@@ -73,7 +91,7 @@ class LinearMap(Bijection):
         form = self.form(x)
         value = self._factors.log_abs_det(describe(self), self.weight, form)
         log_det = AmortisedLogDet.apply(self.weight, value, lambda weight: log_abs_det(widen(weight), form))
-        return log_det.to(x).expand(x.shape[0])
+        return log_det.to(x).repeat(x.shape[0])
 
 
 def log_abs_det(weight: Tensor, form: BlockForm) -> Tensor:
@@ -175,7 +193,7 @@ class ConvMap(LinearMap):
 def odd_kernel(who: str, name: str, kernel_size: int | Sequence[int]) -> tuple[int, int]:
     sides = pair(who, name, kernel_size)
     if not all(side % 2 for side in sides):
-        raise ValueError(f"{who}: expected a {name} with odd sides, got {kernel_size}; an even kernel has no centre")
+        raise ValueError(f"{who}: expected odd sides for {name}, got {kernel_size}; an even kernel has no centre")
     return sides
 
 
@@ -190,10 +208,11 @@ def _initial_kernel(channels: int, kernel_size: tuple[int, int], groups: int) ->
 class _ExactTraining(LinearMap):
     """Training by the exact gradient, as the self-normalizing twins' control: O(m³) a step for each block of m rows. Abstract."""
 
+    @in_full_precision
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
         self.check_input(x)
         z = self.apply_weight(x) + self.broadcast_bias()
-        return Surrogate(z, log_abs_det(self.weight, self.form(x)).expand(x.shape[0]), x.new_zeros(x.shape[0], 0))
+        return Surrogate(z, log_abs_det(self.weight, self.form(x)).repeat(x.shape[0]), x.new_zeros(x.shape[0], 0))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         state_dict.pop(prefix + "weight_inv", None)  # a self-normalizing twin's state: all but its learned inverse is ours

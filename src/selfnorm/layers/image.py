@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from selfnorm.bijection import Bijection, Chain, Surrogate
+from selfnorm.bijection import Bijection, Chain, Surrogate, located
 from selfnorm.checks import count, describe, event_shape, expect_shape
 
 
@@ -74,11 +74,12 @@ class Flatten(Bijection):
 class Split(Bijection):
     """Half of the channels go on through `rest`; the other half is done, and leaves. The latent is one flat vector.
 
-    The half that leaves goes through `prior`, if given: a bijection whose context is the half that stays (with the caller's own
-    context beside it, as further channels, if there is one). So the whole is a plain bijection
-    x → [flatten(rest(x₁)), flatten(prior(x₂ | x₁))], and one Jacobian says all. Takes an even number of channels.
+    The half that leaves goes through `prior`, if given: a bijection whose context is the half that stays; the caller's own
+    context is for `rest`. So the whole is a plain bijection x → [flatten(rest(x₁)), flatten(prior(x₂ | x₁))], and one Jacobian
+    says all. Takes an even number of channels.
 
-    If `rest` ends in a latent that is not flat, the way back takes the shape that was last seen on the way there.
+    End `rest` with `Flatten(shape)` and the way back is known from the start. If its latent is not flat, the way back takes the
+    shape that was last seen on the way there.
 
     >>> from selfnorm import Chain
     >>> split = Split(Chain(Squeeze()))
@@ -89,6 +90,9 @@ class Split(Bijection):
 
     def __init__(self, rest: Bijection, prior: Bijection | None = None) -> None:
         super().__init__()
+        for name, part in (("rest", rest), ("prior", prior)):
+            if not isinstance(part, Bijection) and (name == "rest" or part is not None):
+                raise ValueError(f"Split: expected {name} to be a Bijection, got {type(part).__name__}")
         self.rest = rest
         self.prior = Chain() if prior is None else prior  # the empty chain is the identity
         self._rest_shape: tuple[int, ...] | None = None
@@ -100,40 +104,44 @@ class Split(Bijection):
 
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         stay, leave = self._halves(x)
-        done, log_det = self.rest(stay, context=context)
-        leave, prior_log_det = self.prior(leave, context=_join(stay, context))
+        with located("rest"):
+            done, log_det = self.rest(stay, context=context)
+        with located("prior"):
+            leave, prior_log_det = self.prior(leave, context=stay)
         return self._flatten(done, leave), log_det + prior_log_det
 
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
         stay, leave = self._halves(x)
         done, log_det, reconstruction = self.rest.surrogate(stay, context=context)
-        leave, prior_log_det, prior_reconstruction = self.prior.surrogate(leave, context=_join(stay, context))
+        leave, prior_log_det, prior_reconstruction = self.prior.surrogate(leave, context=stay)
         columns = torch.cat([reconstruction, prior_reconstruction], dim=1)
         return Surrogate(self._flatten(done, leave), log_det + prior_log_det, columns)
 
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         done, leave = self._unflatten(z)
-        stay, log_det = self.rest.inverse(done, context=context)
-        leave, prior_log_det = self.prior.inverse(leave.reshape(stay.shape), context=_join(stay, context))
+        with located("rest"):
+            stay, log_det = self.rest.inverse(done, context=context)
+        with located("prior"):
+            leave, prior_log_det = self.prior.inverse(leave.reshape(stay.shape), context=stay)
         return torch.cat([stay, leave], dim=1), log_det + prior_log_det
 
     def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
         done, leave = self._unflatten(z)
         stay = self.rest.approx_inverse(done, context=context)
-        leave = self.prior.approx_inverse(leave.reshape(stay.shape), context=_join(stay, context))
+        leave = self.prior.approx_inverse(leave.reshape(stay.shape), context=stay)
         return torch.cat([stay, leave], dim=1)
 
     def refined_inverse(self, z: Tensor, *, context: Tensor | None = None, tolerance: float | None = None) -> Tensor:
         done, leave = self._unflatten(z)
         stay = self.rest.refined_inverse(done, context=context, tolerance=tolerance)
         leave = leave.reshape(stay.shape)
-        leave = self.prior.refined_inverse(leave, context=_join(stay, context), tolerance=tolerance)
+        leave = self.prior.refined_inverse(leave, context=stay, tolerance=tolerance)
         return torch.cat([stay, leave], dim=1)
 
     def initialize(self, x: Tensor, *, context: Tensor | None = None) -> None:
         stay, leave = self._halves(x)
         self.rest.initialize(stay, context=context)
-        self.prior.initialize(leave, context=_join(stay, context))
+        self.prior.initialize(leave, context=stay)
 
     def after_step(self) -> None:
         self.rest.after_step()
@@ -160,12 +168,3 @@ class Split(Bijection):
                 raise ValueError(f"Split: expected a flat latent (N, {expected}), got {tuple(z.shape)}")
             done = done.reshape(z.shape[0], *self._rest_shape)
         return done, leave
-
-
-def _join(stay: Tensor, context: Tensor | None) -> Tensor:
-    """The half that stays, and the caller's context beside it."""
-    if context is None:
-        return stay
-    if context.dim() == 2:
-        context = context.reshape(*context.shape, *[1] * (stay.dim() - 2)).expand(-1, -1, *stay.shape[2:])
-    return torch.cat([stay, context], dim=1)

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from selfnorm.bijection import Surrogate
 from selfnorm.checks import describe
@@ -34,7 +33,7 @@ from selfnorm.convmatrix import (
     tap_counts,
 )
 from selfnorm.inverses import default_tolerance, invert, refine, widen
-from selfnorm.layers.exact import ConvMap, DenseMap, LinearMap, odd_kernel
+from selfnorm.layers.exact import ConvMap, DenseMap, LinearMap, in_full_precision, odd_kernel
 
 
 class _LearnedInverse(LinearMap):
@@ -46,15 +45,18 @@ class _LearnedInverse(LinearMap):
     def reconstruction_names(self) -> tuple[str, ...]:
         return ("",)
 
+    @in_full_precision
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
         self.check_input(x)
         z, log_det, reconstruction = self.self_normalize(x)
         return Surrogate(z + self.broadcast_bias(), log_det, reconstruction)
 
+    @in_full_precision
     def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
         self.check_input(z)
         return self.apply_inverse(z - self.broadcast_bias())
 
+    @in_full_precision
     def refined_inverse(self, z: Tensor, *, context: Tensor | None = None, tolerance: float | None = None) -> Tensor:
         """R(z − b), iterated to ‖z − f(x)‖ ≤ tolerance·‖z − b‖; exact, with a warning, where that does not converge."""
         self.check_input(z)
@@ -64,8 +66,8 @@ class _LearnedInverse(LinearMap):
             return x
         warnings.warn(
             f"{describe(self)}: refining the learned inverse stopped at a relative residual of {residual:.1e}, above the "
-            f"tolerance {tolerance:.1e}: either R is too far from the inverse (it takes a spectral radius of I − RW below 1), "
-            f"or {z.dtype} resolves no more; using the exact inverse instead",
+            f"tolerance {tolerance:.1e}: either R is too far from the inverse (it takes a spectral radius of I − RW well below "
+            f"1), or {z.dtype} resolves no more; using the exact inverse instead",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -87,6 +89,8 @@ class _LearnedInverse(LinearMap):
         weight = state_dict.get(prefix + "weight")
         if weight is not None and weight.shape == self.weight.shape and prefix + "weight_inv" not in state_dict:
             # The state of an exact twin.
+            if not torch.isfinite(weight).all():
+                raise ValueError(f"{describe(self)}: expected finite weights to compute weight_inv from, got non-finite ones")
             state_dict[prefix + "weight_inv"] = self.learned_from(widen(weight)).to(weight)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -105,9 +109,7 @@ class SelfNormLinear(_LearnedInverse, DenseMap):
 
     def __init__(self, features: int, bias: bool = True) -> None:
         super().__init__(features, bias)
-        # R is stored column by column: its gradient has Wᵀ added to it and W's has Rᵀ, so that in this layout all four walk
-        # through memory in one order. Adding a matrix across the grain costs more than the product beside it.
-        self.weight_inv = nn.Parameter(self.weight.detach().clone().mT)
+        self.weight_inv = nn.Parameter(_transposed(self.weight.detach()))
 
     def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return _SelfNormLinear.apply(x, self.weight, self.weight_inv)
@@ -182,15 +184,20 @@ class _SelfNormLinear(torch.autograd.Function):
         return z, x.new_zeros(x.shape[0]), error.square().sum(1, keepdim=True)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor, grad_reconstruction: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        _refuse_second_derivative()
         x, z, error, W, R = ctx.saved_tensors
         half = grad_log_det.sum() / 2
         grad_error = 2 * grad_reconstruction * error
         grad_x = grad_z @ W
-        grad_W = (half * R.mT).addmm_(torch.addmm(grad_z, grad_error, R, beta=0.5).mT, x)
-        grad_R_transposed = (-half * W).addmm_(z.mT, grad_error - grad_x / 2)
-        return grad_x, grad_W, grad_R_transposed.mT
+        grad_W = _transposed(R).mul_(half).addmm_(torch.addmm(grad_z, grad_error, R, beta=0.5).mT, x)
+        grad_R = _transposed(W).mul_(-half).addmm_((grad_error - grad_x / 2).mT, z)
+        return grad_x, grad_W, grad_R
+
+
+def _transposed(matrix: Tensor) -> Tensor:
+    """A transposed copy. Copying works in tiles; arithmetic across the grain of memory would cost more than a product."""
+    return matrix.mT.clone(memory_format=torch.contiguous_format)
 
 
 class _SelfNormConv2d(torch.autograd.Function):
@@ -212,10 +219,10 @@ class _SelfNormConv2d(torch.autograd.Function):
         return z, x.new_zeros(x.shape[0]), error.square().sum((1, 2, 3))[:, None]
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Any, grad_z: Tensor, grad_log_det: Tensor, grad_reconstruction: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        _refuse_second_derivative()
         x, z, error, w, r = ctx.saved_tensors
         geometry: Geometry = ctx.geometry
         half = grad_log_det.sum() / 2
@@ -225,6 +232,13 @@ class _SelfNormConv2d(torch.autograd.Function):
         grad_w = _kernel_terms(x, towards_w, r, w, half, geometry)
         grad_r = _kernel_terms(z, grad_error - grad_x / 2, w, r, -half, geometry)
         return grad_x, grad_w, grad_r, None, None, None
+
+
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():  # only so in a backward pass with create_graph=True
+        raise RuntimeError(
+            "surrogate: its gradient is an estimate and has no derivative of its own; differentiate log_prob twice instead"
+        )
 
 
 def _kernel_terms(x: Tensor, grad: Tensor, inverse: Tensor, kernel: Tensor, scale: Tensor, geometry: Geometry) -> Tensor:

@@ -37,8 +37,8 @@ class SplineActivation(Bijection):
         self.bins = count("SplineActivation", "bins", bins)
         if bins * SMALLEST >= 1:
             raise ValueError(f"SplineActivation: expected fewer than {1 / SMALLEST:g} bins, got {bins}")
-        if not bound > 0:
-            raise ValueError(f"SplineActivation: expected a bound above 0, got {bound}")
+        if not 0 < bound < math.inf:
+            raise ValueError(f"SplineActivation: expected a finite bound above 0, got {bound}")
         self.bound = bound
         self.widths = nn.Parameter(0.01 * torch.randn(*self.shape, bins))
         self.heights = nn.Parameter(0.01 * torch.randn(*self.shape, bins))
@@ -73,7 +73,7 @@ class SplineActivation(Bijection):
         a = height * (mean_slope - slope) + rise * bend
         b = height * slope - rise * bend
         c = -mean_slope * rise
-        t = 2 * c / (-b - (b * b - 4 * a * c).clamp_min(0).sqrt())
+        t = (2 * c / (-b - (b * b - 4 * a * c).clamp_min(0).sqrt())).clamp(0, 1)
         denominator = mean_slope + bend * t * (1 - t)
         log_slope = _log_slope(t, mean_slope, slope, next_slope, denominator)
         return torch.where(inside, left + width * t, z), -sum_event(torch.where(inside, log_slope, 0))
