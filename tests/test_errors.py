@@ -122,7 +122,7 @@ def test_a_twin_with_non_finite_weights_is_refused():
 
 
 def test_a_context_in_another_dtype():
-    with pytest.raises(ValueError, match="expected torch.float64 on cpu, got torch.float32 on cpu"):
+    with pytest.raises(ValueError, match=r"expected torch.float64 on cpu, got torch.float32 on cpu"):
         AffineCoupling(2, 4, 3)(torch.randn(2, 2, 4, 4), context=torch.randn(2, 3, dtype=torch.float32))
 
 

@@ -237,7 +237,7 @@ def test_a_context_conditions_the_density():
     assert flow.surrogate(x, context=one).z.shape == z.shape
     sample, log_prob = flow.sample_and_log_prob(3, context=one)
     assert_close(flow.log_prob(sample, context=one), log_prob)
-    with pytest.raises(ValueError, match="AffineCoupling.*expected a context"):
+    with pytest.raises(ValueError, match=r"AffineCoupling.*expected a context"):
         flow.initialize(x)
 
 

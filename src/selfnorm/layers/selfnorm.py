@@ -152,9 +152,8 @@ class SelfNormConv2d(_LearnedInverse, ConvMap):
             if inverse_kernel_size is None
             else odd_kernel(type(self).__name__, "inverse_kernel_size", inverse_kernel_size)
         )
-        self.weight_inv = nn.Parameter(
-            resize_kernel(flip(self.weight.detach(), self.geometry.groups), self.inverse_kernel_size).clone()
-        )
+        learned = resize_kernel(flip(self.weight.detach(), self.geometry.groups), self.inverse_kernel_size)
+        self.weight_inv = nn.Parameter(learned.clone(memory_format=torch.contiguous_format))
 
     def extra_repr(self) -> str:
         return super().extra_repr() + f", inverse_kernel_size={self.inverse_kernel_size}"
