@@ -132,16 +132,18 @@ class Chain(Bijection):
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
         total = x.new_zeros(x.shape[0])
         columns = [x.new_zeros(x.shape[0], 0)]
-        for layer in self:
-            x, log_det, reconstruction = layer.surrogate(x, context=context)
+        for index, layer in enumerate(self):
+            with located(f"layer {index}"):
+                x, log_det, reconstruction = layer.surrogate(x, context=context)
             total = total + log_det
             if reconstruction.shape[1]:
                 columns.append(reconstruction)
         return Surrogate(x, total, torch.cat(columns, dim=1))
 
     def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
-        for layer in reversed(list(self)):
-            z = layer.approx_inverse(z, context=context)
+        for index, layer in reversed(list(enumerate(self))):
+            with located(f"layer {index}"):
+                z = layer.approx_inverse(z, context=context)
         return z
 
     def refined_inverse(self, z: Tensor, *, context: Tensor | None = None, tolerance: float | None = None) -> Tensor:

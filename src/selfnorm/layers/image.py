@@ -112,8 +112,10 @@ class Split(Bijection):
 
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
         stay, leave = self._halves(x)
-        done, log_det, reconstruction = self.rest.surrogate(stay, context=context)
-        leave, prior_log_det, prior_reconstruction = self.prior.surrogate(leave, context=stay)
+        with located("rest"):
+            done, log_det, reconstruction = self.rest.surrogate(stay, context=context)
+        with located("prior"):
+            leave, prior_log_det, prior_reconstruction = self.prior.surrogate(leave, context=stay)
         columns = torch.cat([reconstruction, prior_reconstruction], dim=1)
         return Surrogate(self._flatten(done, leave), log_det + prior_log_det, columns)
 
@@ -127,21 +129,26 @@ class Split(Bijection):
 
     def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
         done, leave = self._unflatten(z)
-        stay = self.rest.approx_inverse(done, context=context)
-        leave = self.prior.approx_inverse(leave.reshape(stay.shape), context=stay)
+        with located("rest"):
+            stay = self.rest.approx_inverse(done, context=context)
+        with located("prior"):
+            leave = self.prior.approx_inverse(leave.reshape(stay.shape), context=stay)
         return torch.cat([stay, leave], dim=1)
 
     def refined_inverse(self, z: Tensor, *, context: Tensor | None = None, tolerance: float | None = None) -> Tensor:
         done, leave = self._unflatten(z)
-        stay = self.rest.refined_inverse(done, context=context, tolerance=tolerance)
-        leave = leave.reshape(stay.shape)
-        leave = self.prior.refined_inverse(leave, context=stay, tolerance=tolerance)
+        with located("rest"):
+            stay = self.rest.refined_inverse(done, context=context, tolerance=tolerance)
+        with located("prior"):
+            leave = self.prior.refined_inverse(leave.reshape(stay.shape), context=stay, tolerance=tolerance)
         return torch.cat([stay, leave], dim=1)
 
     def initialize(self, x: Tensor, *, context: Tensor | None = None) -> None:
         stay, leave = self._halves(x)
-        self.rest.initialize(stay, context=context)
-        self.prior.initialize(leave, context=stay)
+        with located("rest"):
+            self.rest.initialize(stay, context=context)
+        with located("prior"):
+            self.prior.initialize(leave, context=stay)
 
     def after_step(self) -> None:
         self.rest.after_step()
