@@ -89,7 +89,9 @@ REGISTRY = {
     "Squeeze": Case(lambda: Squeeze(), (2, 4, 6), (2, 2, 3, 6)),
     "Flatten": Case(lambda: Flatten((2, 3)), (2, 3), (2, 3, 2)),
     "Split": Case(lambda: Split(Chain(SelfNormConv2d(2, 3), Squeeze())), (4, 2, 4), (2, 3, 2, 4)),
-    "Split-prior": Case(lambda: Split(SelfNormConv2d(2, 1), ConditionalAffine(2, 2, 4)), (4, 2, 2), (2, 5, 2, 2)),
+    "Split-prior": Case(
+        lambda: Split(SelfNormConv2d(2, 1), Chain(SelfNormConv2d(2, 3), ConditionalAffine(2, 2, 4))), (4, 2, 2), (2, 5, 2, 2)
+    ),
     "Split-context": Case(
         lambda: Split(AffineCoupling(2, 4, 3), Chain(SelfNormConv2d(2, 1), ConditionalAffine(2, 2, 4))),
         (4, 2, 2),

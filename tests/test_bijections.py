@@ -98,6 +98,12 @@ def test_surrogate_has_the_exact_output(case):
     assert_close(layer.surrogate(x, context=context).z, layer(x, context=context)[0])
 
 
+def test_layers_without_a_learned_inverse_train_by_the_exact_log_det(case):
+    _, layer, x, context = case
+    if not layer.reconstruction_names:
+        assert_close(layer.surrogate(x, context=context).log_det, layer(x, context=context)[1])
+
+
 def test_reconstruction_names_lead_to_the_layers(case):
     """Each column is ‖RWh − h‖² of the layer that its name leads to."""
     _, layer, x, context = case

@@ -68,6 +68,14 @@ def test_whatever_logit_decodes_can_be_scored(dtype, alpha, levels):
     assert (again.sign() == z.sign())[z != 0].all()
 
 
+def test_logit_is_a_bijection_beyond_the_ends_of_the_unit_interval():
+    """logit(1 − α) is 13.8; what lies beyond decodes to a little more than 1, and comes back."""
+    z = torch.linspace(-25, 25, 101)[None]
+    x, _ = Logit().inverse(z)
+    assert x.min() < 0 and x.max() > 1
+    assert_close(Logit()(x)[0], z, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("bad", [-0.1, 1.1, float("nan"), float("inf"), -1e-5])
 def test_logit_refuses_what_is_outside(bad):
     x = torch.tensor([[0.2, bad, 0.7]])
@@ -104,6 +112,20 @@ def test_actnorm_normalises_its_first_batch_only(shape):
     assert_close(other.log_scale, before)
 
 
+def test_actnorm_refuses_data_that_would_break_it():
+    layer = ActNorm(2)
+    with pytest.raises(ValueError, match=r"ActNorm\(2\): expected an input of shape \(N, 2, …\), got \(4, 3\)"):
+        layer.initialize(torch.randn(4, 3))
+    with pytest.raises(ValueError, match=r"ActNorm\(2\): expected finite values"):
+        layer.initialize(torch.tensor([[1.0, float("inf")], [0.0, 1.0]]))
+    assert not layer.initialized and not layer.shift.any()
+
+
+def test_affine_refuses_a_scale_with_more_axes_than_an_example():
+    with pytest.raises(ValueError, match=r"expected examples that a scale of shape \(3, 2\) broadcasts to, got \(2,\)"):
+        Affine(0.0, torch.ones(3, 2))(torch.randn(4, 2))
+
+
 def test_actnorm_takes_a_constant_channel():
     layer = ActNorm(2)
     x = torch.randn(8, 2)
@@ -120,8 +142,8 @@ def test_actnorm_needs_two_values():
 # Spline
 
 
-def spline(scale, shape=(3,), bins=5, bound=10.0):
-    layer = SplineActivation(shape, bins=bins, bound=bound)
+def spline(scale, shape=(3,)):
+    layer = SplineActivation(shape)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(scale * torch.randn_like(parameter))
@@ -135,7 +157,12 @@ def test_spline_starts_near_the_identity_with_the_papers_parameters():
     z, log_det = layer(x)
     assert (z - x).abs().max() < 0.3
     assert (log_det / 100).abs().max() < 0.05
-    assert_close(layer.widths.std().item(), 0.01, rtol=0.15, atol=0)
+    for raw in (layer.widths, layer.heights, layer.slopes):
+        assert_close(raw.std().item(), 0.01, rtol=0.15, atol=0)
+    with torch.no_grad():
+        for raw in layer.parameters():
+            raw.zero_()
+    assert_close(layer(x)[0], x)  # raw zeros are the identity: equal bins, slope 1
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 5.0])
@@ -171,7 +198,8 @@ def test_spline_knots_meet_their_targets():
     """At the knots the spline passes through (knot_x, knot_z) with the knot's slope."""
     layer = spline(1.0, shape=(2,))
     knots_x, knots_z, slopes = (k.detach() for k in layer._knots())
-    assert_close(knots_x[:, [0, -1]], torch.tensor([[-10.0, 10.0]] * 2))
+    assert torch.equal(knots_x[:, [0, -1]], torch.tensor([[-10.0, 10.0]] * 2))
+    assert torch.equal(knots_z[:, [0, -1]], torch.tensor([[-10.0, 10.0]] * 2))
     x = knots_x.T.clone().requires_grad_()
     z, _ = layer(x)
     assert_close(z, knots_z.T)
@@ -188,9 +216,21 @@ def test_sharp_splines_in_float32_stay_finite_both_ways(scale):
         assert torch.isfinite(value).all()
 
 
+def test_spline_bins_and_slopes_have_a_least_size():
+    layer = SplineActivation(1)
+    with torch.no_grad():
+        layer.widths.copy_(torch.tensor([[-900.0, 0, 0, 0, 0]]))
+        layer.heights.copy_(torch.tensor([[0.0, 0, 0, 0, -900]]))
+        layer.slopes.fill_(-900)
+    knots_x, knots_z, slopes = layer._knots()
+    assert_close(knots_x[0, 1].item(), -10 + 20e-3)
+    assert_close(knots_z[0, -2].item(), 10 - 20e-3)
+    assert_close(slopes[0], torch.tensor([1, 1e-3, 1e-3, 1e-3, 1e-3, 1]))
+
+
 def test_spline_gradients_are_finite_everywhere():
     layer = spline(3.0)
-    x = torch.tensor([[-1e30, -10.0, 10.0], [1e30, 0.0, 9.999999999]], requires_grad=True)
+    x = torch.tensor([[-1e200, -10.0, 10.0], [1e200, 0.0, 9.999999999]], requires_grad=True)
     z, log_det = layer(x)
     (z.clamp(-1e3, 1e3).sum() + log_det.sum()).backward()
     for value in (x.grad, *(p.grad for p in layer.parameters())):

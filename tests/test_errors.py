@@ -44,6 +44,8 @@ REFUSED = {
     "alpha": (lambda: SmoothLeakyReLU(-0.1), r"SmoothLeakyReLU: expected alpha in \[1e-6, 1\], got -0.1"),
     "logit alpha": (lambda: Logit(0.5), r"Logit: expected alpha in \[0, 0.5\), got 0.5"),
     "scale": (lambda: Affine(0.0, 0.0), r"Affine: expected a finite shift and a finite scale other than 0"),
+    "shift": (lambda: Affine(float("nan"), 1.0), r"Affine: expected a finite shift"),
+    "context": (lambda: AffineCoupling(2, 4, -1), r"AffineCoupling: expected context_channels of at least 0, got -1"),
     "bins": (lambda: SplineActivation(3, bins=0), r"SplineActivation: expected bins .* got 0"),
     "many bins": (lambda: SplineActivation(3, bins=1000), r"SplineActivation: expected fewer than 1000 bins"),
     "bound": (lambda: SplineActivation(3, bound=0.0), r"SplineActivation: expected a finite bound above 0, got 0.0"),
@@ -127,7 +129,9 @@ def test_a_context_in_another_dtype():
 
 
 def test_sizes_may_be_lists_and_integers_of_any_type():
-    layer = SelfNormConv2d(np.int64(2), [3, 1], inverse_kernel_size=np.int32(3), dilation=torch.tensor(1), groups=np.int8(1))
+    layer = SelfNormConv2d(
+        np.int64(2), [3, 1], stride=(1, 1), inverse_kernel_size=np.int32(3), dilation=torch.tensor(1), groups=np.int8(1)
+    )
     assert layer.weight.shape == (2, 2, 3, 1) and layer.weight_inv.shape == (2, 2, 3, 3)
     assert SelfNormLinear(np.int64(3)).weight.shape == (3, 3)
     assert fc_flow(torch.Size([1, 2])).sample(1).shape == glow([1, 2, 2], blocks=1, steps=1, hidden=2).sample(1).shape[:-1]

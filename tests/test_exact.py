@@ -10,6 +10,9 @@ from torch.testing import assert_close
 
 from oracles import dense_matrix, exact_log_likelihood
 from selfnorm import Chain, Conv1x1, ExactConv2d, ExactLinear, Flow, SelfNormConv2d, SelfNormLinear, SingularWeightError
+from selfnorm.blocks import Circular, PerPixel
+from selfnorm.convmatrix import Geometry
+from selfnorm.inverses import refine
 
 LAYERS = {
     "selfnorm-linear": (lambda: SelfNormLinear(6), (6,)),
@@ -387,6 +390,46 @@ def test_refinement_that_does_not_contract_falls_back_with_a_warning(factorisati
     with pytest.warns(RuntimeWarning, match=r"SelfNormLinear\(8.*spectral radius"):
         assert_close(layer.refined_inverse(z), x, rtol=1e-9, atol=1e-9)
     assert factorisations == ["lu_factor_ex"]
+
+
+class Counted:
+    """A linear map that counts its uses."""
+
+    def __init__(self, matrix):
+        self.matrix, self.uses = matrix, 0
+
+    def __call__(self, x):
+        self.uses += 1
+        return x @ self.matrix.T
+
+
+@pytest.mark.parametrize(("rate", "most"), [(0.5, 60), (0.995, 60), (1.2, 12), (1e200, 4)])
+def test_refinement_gives_up_in_time_and_returns_its_best(rate, most):
+    """I − RW = rate·I: converges fast, too slowly to be worth it, or not at all, or overflows."""
+    W, z = torch.diag(torch.tensor([1.0, 2.0, 3.0])), torch.randn(2, 3)
+    forward, approx = Counted(W), Counted((1 - rate) * torch.linalg.inv(W))
+    x, residual = refine(forward, approx, z, tolerance=1e-9)
+    assert forward.uses <= most
+    assert_close(residual, ((z - x @ W.T).norm(dim=1) / z.norm(dim=1)).max().item(), rtol=1e-6, atol=1e-12)
+    assert residual <= (1e-9 if rate == 0.5 else 1.000001 * rate)  # the first guess's, at worst
+
+
+def test_refinement_measures_each_example_by_itself():
+    """A large example must not hide a small one, and a zero is its own inverse."""
+    W = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    approx = Counted(torch.diag(torch.tensor([1.0, 0.7])))  # wrong along the second axis only
+    z = torch.tensor([[1e6, 0.0], [0.0, 1e-6], [0.0, 0.0]])
+    x, residual = refine(Counted(W), approx, z, tolerance=1e-6)
+    assert residual <= 1e-6
+    assert_close(x, z, rtol=1e-6, atol=0)
+
+
+def test_1x1_convolutions_are_factorised_as_small_matrices():
+    assert isinstance(Conv1x1(3).form(torch.randn(1, 3, 8, 8)), PerPixel)
+    assert isinstance(ExactConv2d(3, 1, padding_mode="circular").form(torch.randn(1, 3, 8, 8)), PerPixel)
+    assert ExactConv2d(3, 3, padding_mode="circular").form(torch.randn(1, 3, 8, 8)) == Circular(
+        (3, 8, 8), Geometry(padding_mode="circular")
+    )
 
 
 def test_refinement_of_a_convolution():

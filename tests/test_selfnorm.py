@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from oracles import dense_matrix, exact_log_likelihood, plain_surrogate
 from selfnorm import Chain, ExactConv2d, ExactLinear, SelfNormConv2d, SelfNormLinear, SingularWeightError, SmoothLeakyReLU
-from selfnorm.convmatrix import flip, tap_counts
+from selfnorm.convmatrix import flip, resize_kernel, tap_counts
 
 LAYERS = {
     "linear": (lambda: SelfNormLinear(6), (6,)),
@@ -241,9 +241,12 @@ def test_initialisation_is_the_papers():
     assert_close(linear.weight_inv, linear.weight.T)
     assert not linear.bias.any()
     conv = SelfNormConv2d(16, 3)
-    centre = conv.weight[:, :, 1, 1] - torch.eye(16)
-    assert centre.abs().max() < 0.01 and conv.weight[:, :, 0, 0].abs().max() < 0.01 and conv.weight[:, :, 0, 0].any()
+    noise = conv.weight.clone()
+    noise[:, :, 1, 1] -= torch.eye(16)
+    assert_close(noise.std().item(), 0.01 * (2 / (16 * 9 + 16 * 9)) ** 0.5, rtol=0.1, atol=0)
     assert_close(conv.weight_inv, flip(conv.weight))
+    grouped = SelfNormConv2d(6, 3, groups=2)
+    assert_close(grouped.weight_inv, flip(grouped.weight, groups=2))
     wider = SelfNormConv2d(4, 3, 7)
     assert_close(wider.weight_inv[:, :, 2:5, 2:5], flip(wider.weight))
     assert_close(wider.weight_inv.abs().sum(), wider.weight.abs().sum())
@@ -254,6 +257,7 @@ def test_1x1_starts_as_a_rotation(groups):
     blocks = SelfNormConv2d(6, 1, groups=groups).weight[:, :, 0, 0].reshape(groups, 6 // groups, 6 // groups)
     assert_close(blocks @ blocks.mT, torch.eye(6 // groups).expand_as(blocks))
     assert (blocks - torch.eye(6 // groups)).abs().max() > 0.1
+    assert groups == 1 or not torch.allclose(blocks[0], blocks[1])
 
 
 TWINS = {
@@ -280,6 +284,22 @@ def test_twins_load_each_others_state(name):
     limit = 1e-20 if name != "3x3" else 1e-3
     relative = fresh.surrogate(x).reconstruction.sum() / x.square().sum()
     assert relative < limit
+
+
+def test_the_inverse_kernel_computed_for_a_twin_is_better_than_a_transpose():
+    exact, selfnorm, x = ExactConv2d(3, 3), SelfNormConv2d(3, 3, 5), torch.randn(4, 3, 8, 8)
+    with torch.no_grad():
+        exact.weight.add_(0.05 * torch.randn_like(exact.weight))
+    selfnorm.load_state_dict(exact.state_dict())
+    computed = selfnorm.surrogate(x).reconstruction.mean()
+    with torch.no_grad():
+        selfnorm.weight_inv.copy_(resize_kernel(flip(exact.weight), (5, 5)))
+    assert computed < 0.2 * selfnorm.surrogate(x).reconstruction.mean()
+
+
+def test_a_state_of_another_size_is_refused_as_torch_does():
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        SelfNormLinear(3).load_state_dict(ExactLinear(4).state_dict())
 
 
 def test_a_singular_twin_is_refused_when_its_inverse_is_asked_for():
