@@ -403,7 +403,7 @@ class Counted:
         return x @ self.matrix.T
 
 
-@pytest.mark.parametrize(("rate", "most"), [(0.5, 60), (0.995, 60), (1.2, 12), (1e200, 4)])
+@pytest.mark.parametrize(("rate", "most"), [(0.5, 60), (0.995, 60), (1.2, 12), (1e150, 4)])
 def test_refinement_gives_up_in_time_and_returns_its_best(rate, most):
     """I − RW = rate·I: converges fast, too slowly to be worth it, or not at all, or overflows."""
     W, z = torch.diag(torch.tensor([1.0, 2.0, 3.0])), torch.randn(2, 3)
