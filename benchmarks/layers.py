@@ -13,7 +13,6 @@ import json
 import platform
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import date
@@ -118,18 +117,18 @@ def main() -> None:
     for row in rows:
         print("   ".join(f"{key}: {value}" for key, value in row.items()))
     if options.json:
-        report = provenance(device) | {"batch": BATCH, "rows": rows}
+        report = provenance(device, options.repeats) | {"batch": BATCH, "rows": rows}
         options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def provenance(device: torch.device) -> dict[str, object]:
+def provenance(device: torch.device, repeats: int) -> dict[str, object]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     if device.type == "cuda":
         machine = torch.cuda.get_device_name(device)
     else:
         machine = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": f"python benchmarks/layers.py --device {device} --repeats {repeats}",
         "commit": commit or None,
         "machine": machine,
         "torch": torch.__version__,
