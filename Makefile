@@ -16,6 +16,7 @@ test: .venv/ready
 
 # The tests that need an accelerator, on a machine that has one.
 gpu-test: .venv/ready
+	@$(BIN)/python -c 'import sys, torch; torch.accelerator.is_available() or sys.exit("gpu-test: expected an accelerator, got none")'
 	$(BIN)/pytest -q -m gpu
 
 bench: .venv/ready

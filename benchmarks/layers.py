@@ -118,6 +118,7 @@ def main() -> None:
         print("   ".join(f"{key}: {value}" for key, value in row.items()))
     if options.json:
         report = provenance(device, options.repeats) | {"batch": BATCH, "rows": rows}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

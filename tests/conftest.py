@@ -6,6 +6,8 @@ import torch
 ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
+# The tests' tensors are tiny: more threads would only wait for each other, at length where a core is busy elsewhere.
+torch.set_num_threads(1)
 # torch lets cuDNN round float32 convolutions to TF32 unless told otherwise; float32 tests mean float32.
 torch.backends.cudnn.allow_tf32 = False
 

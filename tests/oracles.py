@@ -14,7 +14,7 @@ def half(parameter: Tensor) -> Tensor:
 def plain_self_normalize(x: Tensor, W: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """z, log_det, reconstruction of a self-normalizing layer with matrices W and R (which may be functions of kernels).
 
-    Each line makes one term of the paper's equations 12 and 13.
+    Each line makes one term of the paper's equations 10 and 11.
     """
     z = x @ half(W).T  # ½ δ_z xᵀ for W, the full δ_x for x
     through_inverse = z.detach() @ R.T

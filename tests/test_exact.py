@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from conftest import ACCELERATOR
 from oracles import dense_matrix, exact_log_likelihood
 from selfnorm import Chain, Conv1x1, ExactConv2d, ExactLinear, Flow, SelfNormConv2d, SelfNormLinear, SingularWeightError
 from selfnorm.blocks import Circular, PerPixel
@@ -166,6 +167,15 @@ def test_the_cache_is_never_stale(layer_and_x, change):
     assert_exact(layer, x)
 
 
+@pytest.mark.gpu
+def test_the_cache_follows_a_move_to_another_device(layer_and_x):
+    layer, x = layer_and_x
+    layer, x = layer.cpu(), x.cpu()
+    assert_exact(layer, x)
+    layer.to(ACCELERATOR)
+    assert_exact(layer, x.to(ACCELERATOR))
+
+
 def test_another_image_size(layer_and_x):
     layer, x = layer_and_x
     if x.dim() == 2:
@@ -315,6 +325,27 @@ def test_rows_and_columns_of_any_scale_are_not_singular(matrix):
     assert_close(layer(torch.randn(1, 2))[1].item(), expected)
 
 
+@pytest.mark.parametrize("features", [3, 10, 40])
+def test_singularity_is_told_from_bad_scaling(features):
+    """30 random matrices of each sort: a dependent column, a dependent row, a product of lower rank; and badly scaled ones."""
+    layer, x = ExactLinear(features), torch.randn(1, features)
+    for seed in range(30):
+        torch.manual_seed(seed)
+        matrix = torch.randn(features, features)
+        column, row = matrix.clone(), matrix.clone()
+        column[:, 0] = matrix[:, 1:] @ torch.randn(features - 1)
+        row[-1] = torch.randn(features - 1) @ matrix[:-1]
+        product = torch.randn(features, features - 1) @ torch.randn(features - 1, features)
+        for singular in (column, row, product):
+            layer.weight.data.copy_(singular)
+            with pytest.raises(SingularWeightError):
+                layer(x)
+        scales = 10.0 ** torch.linspace(-30, 30, features)
+        for scaled in (scales[:, None] * matrix, matrix * scales, scales[:, None] * matrix * scales.flip(0)):
+            layer.weight.data.copy_(scaled)
+            layer(x)
+
+
 def test_numerically_singular_weights_are_refused_but_badly_scaled_ones_are_not():
     layer, x = ExactLinear(40), torch.randn(2, 40)
     with torch.no_grad():
@@ -403,15 +434,15 @@ class Counted:
         return x @ self.matrix.T
 
 
-@pytest.mark.parametrize(("rate", "most"), [(0.5, 60), (0.995, 60), (1.2, 12), (1e150, 4)])
-def test_refinement_gives_up_in_time_and_returns_its_best(rate, most):
+@pytest.mark.parametrize(("rate", "most"), [(0.5, 60), (0.995, 60), (1.2, 12), (1e9, 12)])
+def test_refinement_gives_up_in_time_and_tells_its_residual(rate, most):
     """I − RW = rate·I: converges fast, too slowly to be worth it, or not at all, or overflows."""
     W, z = torch.diag(torch.tensor([1.0, 2.0, 3.0])), torch.randn(2, 3)
     forward, approx = Counted(W), Counted((1 - rate) * torch.linalg.inv(W))
     x, residual = refine(forward, approx, z, tolerance=1e-9)
     assert forward.uses <= most
     assert_close(residual, ((z - x @ W.T).norm(dim=1) / z.norm(dim=1)).max().item(), rtol=1e-6, atol=1e-12)
-    assert residual <= (1e-9 if rate == 0.5 else 1.000001 * rate)  # the first guess's, at worst
+    assert (residual <= 1e-9) == (rate == 0.5)
 
 
 def test_refinement_measures_each_example_by_itself():

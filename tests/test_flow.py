@@ -76,7 +76,6 @@ def test_surrogate_includes_the_base_and_has_its_gradient():
     assert_close(surrogate.z, flow.encode(x))
     inner = flow.bijection.surrogate(x)
     assert_close(surrogate.log_det, inner.log_det + flow.base.log_prob(inner.z))
-    assert_close(flow(x).log_det, surrogate.log_det)
     # biases keep their full gradient: the exact likelihood's
     biases = [p for name, p in flow.named_parameters() if name.endswith("bias")]
     ours = torch.autograd.grad(surrogate.log_det.sum(), biases)
@@ -106,7 +105,7 @@ def test_mnist_front_end_adds_272_6_nats_by_the_test_sets_grey_levels():
 def test_mnist_front_end_adds_272_6_nats_on_the_test_digits(dtype):
     file = Path(os.environ.get("SELFNORM_DATA", ".")) / "MNIST" / "raw" / "t10k-images-idx3-ubyte"
     if not file.exists():
-        pytest.skip("needs MNIST under $SELFNORM_DATA")
+        pytest.skip("needs MNIST/raw/t10k-images-idx3-ubyte under $SELFNORM_DATA")
     digits = torch.frombuffer(bytearray(file.read_bytes()[16:]), dtype=torch.uint8).reshape(10_000, 784)
     mean = front_end_log_det(digits.to(dtype) + torch.rand(10_000, 784, dtype=dtype)).mean().item()
     assert abs(mean - 272.6) < 1
@@ -189,7 +188,7 @@ def test_sample_and_log_prob_is_differentiable():
     assert all(p.grad is not None for n, p in flow.named_parameters() if not n.endswith("weight_inv"))
 
 
-class Uniform(torch.nn.Module):
+class Wide(torch.nn.Module):
     """A base of the user's own, with a parameter."""
 
     def __init__(self):
@@ -204,7 +203,7 @@ class Uniform(torch.nn.Module):
 
 
 def test_a_base_of_the_users_own_is_a_part_of_the_flow():
-    flow = Flow(SelfNormLinear(2), Uniform())
+    flow = Flow(SelfNormLinear(2), Wide())
     assert "base.scale" in dict(flow.named_parameters())
     points, cell = grid(-30, 30, 601)
     with torch.no_grad():
@@ -264,6 +263,14 @@ def test_non_finite_input_is_refused(bad):
             method(x)
 
 
+def test_a_flow_of_one_layer_is_watched_as_a_chain_is():
+    flow = Flow(SelfNormLinear(2))
+    flow.bijection.bias.data[0] = float("nan")
+    for method in (flow.log_prob, flow.encode):
+        with pytest.raises(ValueError, match=r"expected a finite latent.*non-finite parameters: bijection.bias"):
+            method(torch.randn(3, 2))
+
+
 def test_nan_in_a_parameter_is_traced_to_its_layer():
     flow = Flow(Chain(SelfNormLinear(3), SmoothLeakyReLU(), SplineActivation(3), SelfNormLinear(3)))
     with torch.no_grad():
@@ -302,7 +309,7 @@ def test_non_finite_parameters_behind_a_bad_sample_are_named():
         flow.sample(2)
 
 
-class Elementwise(Uniform):
+class Elementwise(Wide):
     def log_prob(self, z):
         return -0.5 * z.square()
 

@@ -199,6 +199,21 @@ def test_a_trained_flow_loads_into_its_exact_twin_and_back(build):
     assert_close(other.log_prob(x), selfnorm.log_prob(x))
 
 
+def test_kernel_sizes_reach_the_layers():
+    for conv in ("selfnorm", "exact"):
+        assert conv_flow((1, 8, 8), kernel_size=(1, 5), conv=conv).bijection[0].weight.shape == (1, 1, 1, 5)
+        assert glow((1, 4, 4), steps=1, hidden=4, mix=conv, mix_kernel_size=5).bijection[2].weight.shape == (4, 4, 5, 5)
+
+
+def test_initialize_reaches_every_actnorm():
+    flow, x = glow((1, 8, 8), blocks=3, steps=2, hidden=4), 3 * torch.randn(64, 1, 8, 8) + 1
+    flow.initialize(x)
+    assert all(m.initialized for m in flow.modules() if isinstance(m, ActNorm))
+    z = flow.bijection[:2](x)[0].transpose(0, 1).flatten(1)
+    assert_close(z.mean(1), torch.zeros(4), rtol=0, atol=1e-8)
+    assert_close(z.std(1, correction=0), torch.ones(4), rtol=1e-5, atol=0)
+
+
 def test_asymmetric_conv_flow():
     flow = conv_flow((1, 8, 8), inverse_kernel_size=7)
     assert flow.bijection[0].weight_inv.shape == (1, 1, 7, 7)
@@ -217,6 +232,7 @@ def test_asymmetric_conv_flow():
         (lambda: glow((28, 28)), r"expected a shape \(C, H, W\)"),
         (lambda: fc_flow(0), "at least 1"),
         (lambda: fc_flow(4, layers=0), "fc_flow: expected layers to be a whole number of at least 1, got 0"),
+        (lambda: glow((1, 4, 4), steps=0), "glow: expected steps"),
         (lambda: fc_flow(4, levels=0), "fc_flow: expected levels"),
         (lambda: fc_flow(4, alpha=0), "SmoothLeakyReLU: expected alpha in"),
     ],
@@ -227,7 +243,7 @@ def test_what_the_builders_refuse(build, message):
 
 
 def test_training_by_the_surrogate_reaches_the_exact_twins_likelihood():
-    """200 steps of Adam on correlated, skewed 2-D data: both end at the same exact likelihood, and the learned inverse is one."""
+    """300 steps of Adam on correlated, skewed 2-D data: both end at the same exact likelihood, and the learned inverse is one."""
     torch.manual_seed(2)
     raw = torch.randn(2000, 2)
     data = torch.stack([raw[:, 0], 0.6 * raw[:, 0] + 0.3 * raw[:, 1].exp()], dim=1)

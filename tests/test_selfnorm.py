@@ -297,6 +297,17 @@ def test_the_inverse_kernel_computed_for_a_twin_is_better_than_a_transpose():
     assert computed < 0.2 * selfnorm.surrogate(x).reconstruction.mean()
 
 
+def test_a_singular_1x1_twin_is_refused_too_and_a_good_one_inverted():
+    exact, selfnorm = ExactConv2d(4, 1, groups=2), SelfNormConv2d(4, 1, 3, groups=2)
+    with torch.no_grad():
+        exact.weight.add_(0.3 * torch.randn_like(exact.weight))
+    selfnorm.load_state_dict(exact.state_dict())
+    assert_close(selfnorm.surrogate(torch.randn(3, 4, 5, 5)).reconstruction, torch.zeros(3, 1), rtol=0, atol=1e-20)
+    exact.weight.data[1] = exact.weight.data[0]
+    with pytest.raises(SingularWeightError, match=r"SelfNormConv2d\(4"):
+        selfnorm.load_state_dict(exact.state_dict())
+
+
 def test_a_state_of_another_size_is_refused_as_torch_does():
     with pytest.raises(RuntimeError, match="size mismatch for weight"):
         SelfNormLinear(3).load_state_dict(ExactLinear(4).state_dict())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from selfnorm.checks import expect_finite
 
 
 class Surrogate(NamedTuple):
@@ -46,10 +48,9 @@ class Bijection(nn.Module):
     to the registry in `tests/registry.py` and it is tested like every other.
     """
 
-    #: Submodule path of each self-normalizing layer inside, in the order of `Surrogate.reconstruction`'s columns;
-    #: `bijection.get_submodule(name)` is the layer.
     @property
     def reconstruction_names(self) -> tuple[str, ...]:
+        """For each column of `Surrogate.reconstruction` the path of its layer: `bijection.get_submodule(name)`."""
         return ()
 
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -109,7 +110,7 @@ class Chain(Bijection):
 
     @property
     def reconstruction_names(self) -> tuple[str, ...]:
-        return tuple(f"{index}.{name}".rstrip(".") for index, layer in enumerate(self) for name in layer.reconstruction_names)
+        return joined_names((str(index), layer) for index, layer in enumerate(self))
 
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         total = x.new_zeros(x.shape[0])
@@ -165,6 +166,11 @@ class Chain(Bijection):
             layer.after_step()
 
 
+def joined_names(parts: Iterable[tuple[str, Bijection]]) -> tuple[str, ...]:
+    """The reconstruction names of a module's parts, as seen from the module."""
+    return tuple(f"{part}.{name}".rstrip(".") for part, layer in parts for name in layer.reconstruction_names)
+
+
 @contextmanager
 def located(place: str) -> Iterator[None]:
     """Say in a layer's error where it stands: in a Glow of 96 layers the class name is not enough."""
@@ -176,13 +182,8 @@ def located(place: str) -> Iterator[None]:
 
 
 def _expect_finite(layer: Bijection, method: str, out: Tensor, log_det: Tensor) -> None:
-    # One sum and one read: a non-finite entry anywhere makes the sum non-finite. A sum that merely overflows is looked at.
+    # One sum and one read for the usual case: a non-finite entry anywhere makes the sum non-finite.
     if torch.isfinite(out.sum() + log_det.sum()):
         return
-    for name, value in (("output", out), ("log_det", log_det)):
-        bad = int((~torch.isfinite(value)).sum())
-        if bad:
-            raise ValueError(
-                f"{type(layer).__name__}.{method}: expected a finite {name}, got {bad} non-finite of {value.numel()} entries; "
-                "look for non-finite inputs or parameters, or for values beyond the dtype's range"
-            )
+    for what, value in (("output", out), ("log_det", log_det)):
+        expect_finite(f"{type(layer).__name__}.{method}", what, value, lambda: "; look for non-finite inputs or parameters")

@@ -1,11 +1,12 @@
-"""Errors that say who, expected what, and got what. Only shapes and dtypes are read here, never values on a device."""
+"""Errors that say who, expected what, and got what. All but `expect_finite` look at shapes and dtypes only, never at a device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index
 from typing import SupportsIndex
 
+import torch
 from torch import Tensor, nn
 
 
@@ -46,7 +47,15 @@ def expect_batch(layer: nn.Module, x: Tensor) -> None:
     """Refuse what is not a batch of real examples (N, …), for layers that take any shape."""
     if x.dim() < 2:
         raise ValueError(f"{describe(layer)}: expected a batch of examples, shape (N, …), got {tuple(x.shape)}")
-    expect_float(describe(layer), x)
+    if not x.is_floating_point():  # describing a layer may read its buffers, so only then
+        expect_float(describe(layer), x)
+
+
+def expect_finite(who: str, what: str, value: Tensor, hint: Callable[[], str] = str) -> None:
+    """Refuse NaN and infinity; reads the device. `hint` is asked for more only if there is something to tell."""
+    bad = int((~torch.isfinite(value)).sum())
+    if bad:
+        raise ValueError(f"{who}: expected a finite {what}, got {bad} non-finite of {value.numel()} values{hint()}")
 
 
 def count(who: str, name: str, value: SupportsIndex) -> int:

@@ -75,7 +75,7 @@ def tap_counts(
 
 
 def conv_matrix(w: Tensor, size: tuple[int, int], geometry: Geometry) -> Tensor:
-    """T(w) as (groups, D, D) blocks with D = C/groups·H·W; group g maps x[:, g's channels].flatten(1). Cost: O(groups·D²·kw)."""
+    """T(w) as (groups, D, D) blocks with D = C/groups·H·W; group g maps x[:, g's channels].flatten(1). Cost: O(groups·D²·kh)."""
     rows, columns = (
         _shifts(taps, length, step, geometry.padding_mode, w)
         for taps, length, step in zip(_kernel_size(w), size, geometry.dilation, strict=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection, Surrogate
-from selfnorm.checks import event_shape, expect_float, expect_shape
+from selfnorm.checks import event_shape, expect_finite, expect_float, expect_shape
 
 Inverse = Literal["learned", "exact", "refined"]
 
@@ -77,13 +77,9 @@ class Flow(nn.Module):
         """Where in `bijection` each column of `surrogate(x).reconstruction` comes from."""
         return self.bijection.reconstruction_names
 
-    def forward(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
-        """The same as `surrogate`, so that wrappers which know only `forward` can train a flow."""
-        return self.surrogate(x, context=context)
-
     def log_prob(self, x: Tensor, *, context: Tensor | None = None) -> Tensor:
         """log p(x), (N,): exact. Linear layers factorise their weight once; further batches cost no factorisation."""
-        z, log_det = self._encode(x, context)
+        z, log_det = self._encode("log_prob", x, context)
         log_prob = self._base_log_prob(z) + log_det
         if torch.isnan(log_prob).any():
             raise ValueError(f"Flow.log_prob: expected numbers, got NaN from the base distribution {type(self.base).__name__}")
@@ -100,7 +96,7 @@ class Flow(nn.Module):
 
     def encode(self, x: Tensor, *, context: Tensor | None = None) -> Tensor:
         """x → z, exact."""
-        return self._encode(x, context)[0]
+        return self._encode("encode", x, context)[0]
 
     def decode(self, z: Tensor, inverse: Inverse = "learned", *, context: Tensor | None = None) -> Tensor:
         """z → x by the learned inverse, the exact one, or the learned one refined until it is exact to a tolerance."""
@@ -113,7 +109,7 @@ class Flow(nn.Module):
             x = self.bijection.refined_inverse(z, context=context)
         else:
             x = self.bijection.inverse(z, context=context)[0]
-        _expect_finite(f"Flow.decode(inverse={inverse!r})", "result", x, self._non_finite_parameters)
+        expect_finite(f"Flow.decode(inverse={inverse!r})", "result", x, self._non_finite_parameters)
         return x
 
     @torch.no_grad()
@@ -143,7 +139,7 @@ class Flow(nn.Module):
     def initialize(self, x: Tensor, *, context: Tensor | None = None) -> None:
         """Data-dependent initialisation from a first batch (ActNorm's); call it once, before the first step."""
         expect_float("Flow.initialize", x)
-        _expect_finite("Flow.initialize", "input", x)
+        expect_finite("Flow.initialize", "input", x)
         self.bijection.initialize(x, context=context)
 
     def after_step(self) -> None:
@@ -169,14 +165,10 @@ class Flow(nn.Module):
         names = [name for name, value in self.named_parameters() if not torch.isfinite(value).all()]
         return f"; non-finite parameters: {', '.join(names)}" if names else ""
 
-    def _encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        expect_float("Flow", x)
-        _expect_finite("Flow", "input", x)
+    def _encode(self, method: str, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        expect_float(f"Flow.{method}", x)
+        expect_finite(f"Flow.{method}", "input", x)
         z, log_det = self.bijection(x, context=context)
+        expect_finite(f"Flow.{method}", "latent", z, self._non_finite_parameters)
+        expect_finite(f"Flow.{method}", "log-determinant", log_det, self._non_finite_parameters)
         return z, log_det
-
-
-def _expect_finite(who: str, what: str, x: Tensor, hint: Callable[[], str] = str) -> None:
-    bad = int((~torch.isfinite(x)).sum())
-    if bad:
-        raise ValueError(f"{who}: expected a finite {what}, got {bad} non-finite of {x.numel()} values{hint()}")

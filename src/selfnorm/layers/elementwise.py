@@ -36,7 +36,7 @@ class SmoothLeakyReLU(Bijection):
         self.alpha = alpha
         # Left of the bend each step gains about one unit of x until the exponential is small beside α, that is for about
         # log(1/α) steps; from there on convergence is quadratic.
-        self._iterations = 5 + math.ceil(math.log(1 / alpha))
+        self._iterations = 3 + math.ceil(math.log(1 / alpha))
 
     def extra_repr(self) -> str:
         return f"alpha={self.alpha}"
@@ -77,7 +77,10 @@ class Affine(Bijection):
             raise ValueError(f"Affine: expected a finite shift and a finite scale other than 0, got {shift} and {scale}")
 
     def extra_repr(self) -> str:
-        return f"shift {tuple(self.shift.shape)}, scale {tuple(self.scale.shape)}"
+        return ", ".join(
+            f"{name}={value.item():g}" if value.dim() == 0 else f"{name} of shape {tuple(value.shape)}"
+            for name, value in (("shift", self.shift), ("scale", self.scale))
+        )
 
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self._check(x)

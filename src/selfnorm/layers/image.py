@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from selfnorm.bijection import Bijection, Chain, Surrogate, located
+from selfnorm.bijection import Bijection, Chain, Surrogate, joined_names, located
 from selfnorm.checks import count, describe, event_shape, expect_shape
 
 
@@ -99,8 +99,7 @@ class Split(Bijection):
 
     @property
     def reconstruction_names(self) -> tuple[str, ...]:
-        parts = (("rest", self.rest), ("prior", self.prior))
-        return tuple(f"{part}.{name}".rstrip(".") for part, module in parts for name in module.reconstruction_names)
+        return joined_names((("rest", self.rest), ("prior", self.prior)))
 
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         stay, leave = self._halves(x)

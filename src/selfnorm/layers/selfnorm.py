@@ -1,7 +1,7 @@
 """The paper's layers: linear and convolutional maps that learn their own inverse and train without a determinant.
 
 With learned inverse R ≈ W⁻¹, loss gradients g_z, g_x = Wᵀg_z and g_log_det arriving at the layer, and the reconstruction
-e = RWx − x weighted by g_rec, the gradients are (Keller et al., 2021, eqs. 12–13 and appendix A.1, as a loss to be minimised)
+e = RWx − x weighted by g_rec, the gradients are (Keller et al., 2021, eqs. 10–11 and appendix A.1, as a loss to be minimised)
 
     ∂W = ½(g_z xᵀ + g_log_det·Rᵀ) + 2 g_rec Rᵀe xᵀ
     ∂R = −½(g_x (Wx)ᵀ + g_log_det·Wᵀ) + 2 g_rec e (Wx)ᵀ
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.bijection import Surrogate
+from selfnorm.blocks import Dense, PerPixel
 from selfnorm.checks import describe
 from selfnorm.convmatrix import (
     Geometry,
@@ -33,7 +34,7 @@ from selfnorm.convmatrix import (
     tap_counts,
 )
 from selfnorm.inverses import default_tolerance, invert, refine, widen
-from selfnorm.layers.exact import ConvMap, DenseMap, LinearMap, in_full_precision, odd_kernel
+from selfnorm.layers.linear import ConvMap, DenseMap, LinearMap, in_full_precision, odd_kernel
 
 
 class _LearnedInverse(LinearMap):
@@ -118,7 +119,7 @@ class SelfNormLinear(_LearnedInverse, DenseMap):
         return z @ self.weight_inv.mT
 
     def learned_from(self, weight: Tensor) -> Tensor:
-        return invert(describe(self), weight)
+        return invert(describe(self), weight, Dense())
 
 
 class SelfNormConv2d(_LearnedInverse, ConvMap):
@@ -169,7 +170,11 @@ class SelfNormConv2d(_LearnedInverse, ConvMap):
         return convolve(z, self.weight_inv, self.geometry)
 
     def learned_from(self, weight: Tensor) -> Tensor:
-        return least_squares_inverse(weight, self.inverse_kernel_size, self.geometry.groups)
+        groups = self.geometry.groups
+        if self.kernel_size == (1, 1):
+            blocks = invert(describe(self), weight, PerPixel((self.channels, 1, 1), groups))
+            return resize_kernel(blocks.flatten(0, 1)[:, :, None, None], self.inverse_kernel_size)
+        return least_squares_inverse(weight, self.inverse_kernel_size, groups)
 
 
 class _SelfNormLinear(torch.autograd.Function):
