@@ -4,6 +4,7 @@ import math
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -246,6 +247,12 @@ def test_a_context_conditions_the_density():
 def test_integers_are_not_cast_in_silence():
     with pytest.raises(ValueError, match=r"expected floating-point input, got torch.uint8; add uniform noise"):
         fc_flow(4, levels=256).log_prob(torch.zeros(2, 4, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("method", ["log_prob", "surrogate", "encode", "decode", "initialize"])
+def test_arrays_are_not_tensors(method):
+    with pytest.raises(ValueError, match=rf"Flow.{method}: expected a torch.Tensor, got ndarray"):
+        getattr(fc_flow(4), method)(np.zeros((2, 4)))
 
 
 @pytest.mark.parametrize("method", ["log_prob", "surrogate", "encode", "decode"])

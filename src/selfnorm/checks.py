@@ -27,6 +27,8 @@ def expect_shape(layer: nn.Module, x: Tensor, *event: int | str) -> None:
 
 def expect_float(who: str, x: Tensor) -> None:
     """Refuse integers: a density needs real numbers, and a cast in silence would hide that pixels were not dequantised."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{who}: expected a torch.Tensor, got {type(x).__name__}; torch.as_tensor makes one")
     if not x.is_floating_point():
         raise ValueError(
             f"{who}: expected floating-point input, got {x.dtype}; "

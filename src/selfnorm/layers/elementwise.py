@@ -131,7 +131,8 @@ class Logit(Bijection):
             worst = x[outside]
             raise ValueError(
                 f"{describe(self)}: expected values in {'[0, 1]' if self.alpha else '(0, 1)'}, got {worst.numel()} outside it, "
-                f"from {worst.min().item():g} to {worst.max().item():g}; scale the data first, as levels= of the model builders"
+                f"from {worst.min().item():g} to {worst.max().item():g}; scale the data to the unit interval first "
+                "(a model built with levels=256 does that for values in [0, 256))"
             )
         return self._map(left, right)
 
