@@ -28,3 +28,18 @@ def device(request):
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and ACCELERATOR is None:
         pytest.skip("needs an accelerator")
+
+
+@pytest.fixture
+def factorisations(monkeypatch):
+    """Counts every factorisation, by whatever function it is asked for."""
+    calls = []
+    for name in ("lu_factor", "lu_factor_ex", "slogdet", "inv", "inv_ex", "solve", "solve_ex", "det", "lu", "svd", "qr"):
+        original = getattr(torch.linalg, name)
+
+        def counted(*args, original=original, name=name, **kwargs):
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(torch.linalg, name, counted)
+    return calls

@@ -50,10 +50,10 @@ class SplineActivation(Bijection):
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         expect_shape(self, x, *self.shape)
         inside = x.abs() < self.bound
+        at = torch.where(inside, x, 0)  # outside the result is not used, but must not make a gradient NaN
         knots_x, knots_z, slopes = self._knots()
-        # Outside, evaluate at the centre instead, so that no gradient is ever NaN; the result is not used.
-        left, bottom, width, height, slope, next_slope = self._bin(torch.where(inside, x, 0), knots_x, knots_x, knots_z, slopes)
-        t = (torch.where(inside, x, 0) - left) / width
+        left, bottom, width, height, slope, next_slope = self._bin(at, knots_x, knots_x, knots_z, slopes)
+        t = (at - left) / width
         mean_slope = height / width
         bend = slope + next_slope - 2 * mean_slope
         denominator = mean_slope + bend * t * (1 - t)
@@ -64,11 +64,12 @@ class SplineActivation(Bijection):
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         expect_shape(self, z, *self.shape)
         inside = z.abs() < self.bound
+        at = torch.where(inside, z, 0)
         knots_x, knots_z, slopes = self._knots()
-        left, bottom, width, height, slope, next_slope = self._bin(torch.where(inside, z, 0), knots_z, knots_x, knots_z, slopes)
+        left, bottom, width, height, slope, next_slope = self._bin(at, knots_z, knots_x, knots_z, slopes)
         mean_slope = height / width
         bend = slope + next_slope - 2 * mean_slope
-        rise = torch.where(inside, z, 0) - bottom
+        rise = at - bottom
         # z as a function of t is a ratio of quadratics, so t solves a·t² + b·t + c = 0; this root's form cancels nothing.
         a = height * (mean_slope - slope) + rise * bend
         b = height * slope - rise * bend
