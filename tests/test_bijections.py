@@ -124,6 +124,17 @@ def test_reconstruction_names_lead_to_the_layers(case):
         assert_close(column, seen[name])
 
 
+def test_a_log_det_is_the_callers_to_write_to(case):
+    _, layer, x, context = case
+    with torch.no_grad():
+        for method in (layer.forward, lambda x, context: layer.surrogate(x, context=context)[:2]):
+            _, log_det = method(x, context=context)
+            expected = log_det.clone()
+            log_det += 1
+            assert_close(log_det, expected + 1)
+            assert_close(method(x, context=context)[1], expected)
+
+
 def test_examples_do_not_mix(case):
     _, layer, x, context = case
     z, log_det = layer(x, context=context)

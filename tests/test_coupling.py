@@ -43,6 +43,21 @@ def test_affine_coupling_keeps_the_first_half_and_reads_the_rest_from_it():
     assert_close(z[:, 2:], x[:, 2:] * log_s.exp() + t)
 
 
+def test_under_autocast_only_the_network_is_in_half_precision(device):
+    """A log-det summed over 2,000 elements in bfloat16 would be off by whole nats."""
+    layer, x = AffineCoupling(4, hidden=8), torch.randn(3, 4, 32, 32)
+    with torch.no_grad():
+        layer.affine.last.weight.add_(0.1 * torch.randn_like(layer.affine.last.weight))
+    layer, x = layer.float().to(device), x.float().to(device)
+    z, log_det = layer(x)
+    with torch.autocast(device.type, torch.bfloat16):
+        half_z, half_log_det = layer(x)
+    assert half_z.dtype == half_log_det.dtype == torch.float32
+    assert log_det.abs().min() > 1 and not torch.equal(half_log_det, log_det)
+    assert_close(half_log_det, log_det, rtol=0.02, atol=0.5)
+    assert_close(half_z, z, rtol=0.05, atol=0.05)
+
+
 def test_a_coupling_starts_as_the_identity_512_wide():
     layer, x = AffineCoupling(4), torch.randn(2, 4, 3, 3)
     z, log_det = layer(x)

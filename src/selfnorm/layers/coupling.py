@@ -45,8 +45,8 @@ class ConditionalAffine(Bijection):
     def _read(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         expect_shape(self, x, self.channels, "H", "W")
         context = expect_context(self, context, self.context_channels, x)
+        # Under autocast the convolutions are in half precision; this product with a parameter brings h back to full.
         h = self.last(self.network(context)) * (3 * self.last_log_scale).exp()[:, None, None]
-        h = h.to(x.dtype)  # under autocast the network may be in half precision; the map and its log-det are not
         return 2 * torch.tanh(h[:, 0::2] / 2), h[:, 1::2]
 
 
