@@ -4,7 +4,7 @@ from selfnorm.bijection import Bijection, Chain, Surrogate
 from selfnorm.flow import Flow, StandardNormal
 from selfnorm.inverses import SingularWeightError
 from selfnorm.layers.coupling import AffineCoupling, ConditionalAffine
-from selfnorm.layers.elementwise import ActNorm, Affine, Logit, SmoothLeakyReLU
+from selfnorm.layers.elementwise import ActNorm, Affine, Logit, SmoothLeakyReLU, Standardize
 from selfnorm.layers.exact import Conv1x1, ExactConv2d, ExactLinear
 from selfnorm.layers.image import Flatten, Split, Squeeze
 from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
@@ -33,5 +33,6 @@ __all__ = [
     "Split",
     "Squeeze",
     "StandardNormal",
+    "Standardize",
     "Surrogate",
 ]

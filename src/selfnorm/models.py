@@ -10,7 +10,7 @@ from selfnorm.bijection import Bijection, Chain
 from selfnorm.checks import count, event_shape
 from selfnorm.flow import Flow, StandardNormal
 from selfnorm.layers.coupling import AffineCoupling, ConditionalAffine
-from selfnorm.layers.elementwise import ActNorm, Affine, Logit, SmoothLeakyReLU
+from selfnorm.layers.elementwise import ActNorm, Affine, Logit, SmoothLeakyReLU, Standardize
 from selfnorm.layers.exact import ExactConv2d, ExactLinear
 from selfnorm.layers.image import Flatten, Split, Squeeze
 from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
@@ -25,6 +25,10 @@ CONV: dict[str, Callable[[int, Size, Size | None], Bijection]] = {
     "selfnorm": SelfNormConv2d,
     "exact": lambda channels, kernel_size, inverse_kernel_size: ExactConv2d(channels, kernel_size),
 }
+ACTIVATION: dict[str, Callable[[int, float], Bijection]] = {
+    "leaky": lambda features, alpha: SmoothLeakyReLU(alpha),
+    "spline": lambda features, alpha: SplineActivation((features,)),
+}
 MIX: dict[str, Callable[[int, Size], Bijection]] = {"selfnorm": SelfNormConv2d, "exact": ExactConv2d}
 
 
@@ -34,20 +38,26 @@ def fc_flow(
     linear: str = "selfnorm",
     alpha: float = 0.3,
     levels: int | None = None,
+    *,
+    activation: str = "leaky",
+    standardize: bool = False,
 ) -> Flow:
-    """Linear layers with `SmoothLeakyReLU(alpha)` between them, on the flattened example; the paper's has 2 of 784.
+    """Linear layers with an activation between them, on the flattened example; the paper's has 2 of 784.
 
-    shape:   one example's shape, such as 784 or (1, 28, 28); samples come back in it.
-    linear:  which layer: selfnorm or exact.
-    levels:  with levels=256 the flow takes dequantised pixels in [0, 256), and its likelihood is in pixel units.
+    shape:        one example's shape, such as 784 or (1, 28, 28); samples come back in it.
+    linear:       which layer: selfnorm or exact.
+    levels:       with levels=256 the flow takes dequantised pixels in [0, 256), and its likelihood is in pixel units.
+    activation:   leaky, the paper's `SmoothLeakyReLU(alpha)`, or spline, one learned curve for each entry.
+    standardize:  put a `Standardize` in front (behind the logit), which `flow.initialize(x)` sets.
     """
     shape = event_shape("fc_flow", shape)
     make = _kind("fc_flow", "linear", LINEAR, linear)
     features = math.prod(shape)
+    between = _kind("fc_flow", "activation", ACTIVATION, activation)
     body: list[Bijection] = [Flatten(shape)]
     for index in range(count("fc_flow", "layers", layers)):
-        body += ([SmoothLeakyReLU(alpha)] if index else []) + [make(features)]
-    return Flow(Chain(*_front_end("fc_flow", levels), *body), StandardNormal((features,)))
+        body += ([between(features, alpha)] if index else []) + [make(features)]
+    return Flow(Chain(*_front_end("fc_flow", shape, levels, standardize), *body), StandardNormal((features,)))
 
 
 def conv_flow(
@@ -58,12 +68,14 @@ def conv_flow(
     inverse_kernel_size: Size | None = None,
     conv: str = "selfnorm",
     levels: int | None = None,
+    *,
+    standardize: bool = False,
 ) -> Flow:
     """Convolutions with spline activations between them, in blocks with a squeeze in between; the paper's is 3 × 3 layers.
 
     shape:                (C, H, W); H and W must divide by 2 once for each squeeze.
     inverse_kernel_size:  of the learned inverse, if other than kernel_size (self-normalizing layers only).
-    conv, levels:         as in `fc_flow`.
+    conv, levels, standardize:  as in `fc_flow`.
     """
     make = _kind("conv_flow", "conv", CONV, conv)
     if inverse_kernel_size is not None and conv != "selfnorm":
@@ -77,7 +89,7 @@ def conv_flow(
         for _ in range(count("conv_flow", "layers_per_block", layers_per_block)):
             body += [make(channels, kernel_size, inverse_kernel_size), SplineActivation((channels, height, width))]
     body.pop()  # no activation after the last layer
-    return Flow(Chain(*_front_end("conv_flow", levels), *body), StandardNormal((channels, height, width)))
+    return Flow(Chain(*_front_end("conv_flow", shape, levels, standardize), *body), StandardNormal((channels, height, width)))
 
 
 def glow(
@@ -88,13 +100,15 @@ def glow(
     mix: str = "selfnorm",
     mix_kernel_size: Size = 1,
     levels: int | None = None,
+    *,
+    standardize: bool = False,
 ) -> Flow:
     """Glow (Kingma & Dhariwal, 2018): blocks of a squeeze and `steps` × (ActNorm, mixing convolution, coupling), split between.
 
     shape:            (C, H, W); H and W must divide by 2 once for each block.
     hidden:           width of the coupling networks.
     mix:              which mixing convolution: selfnorm or exact, of mix_kernel_size.
-    levels:           as in `fc_flow`.
+    levels, standardize:  as in `fc_flow`.
     The paper's models: MNIST blocks=2, steps=16; CIFAR-10 blocks=3, steps=32; ImageNet32 blocks=3, steps=48. Call
     `flow.initialize(x)` with a first batch before training. The latent is flat.
     """
@@ -112,12 +126,13 @@ def glow(
         half = channels // 2
         return Chain(*body, Split(block(remaining - 1, half, height, width), ConditionalAffine(half, half, hidden)))
 
-    return Flow(Chain(*_front_end("glow", levels), *block(blocks, *size)), StandardNormal((math.prod(size),)))
+    return Flow(Chain(*_front_end("glow", shape, levels, standardize), *block(blocks, *size)), StandardNormal((math.prod(size),)))
 
 
-def _front_end(who: str, levels: int | None) -> list[Bijection]:
-    """Dequantised values in [0, levels) to the real line."""
-    return [] if levels is None else [Affine(0.0, 1 / count(who, "levels", levels)), Logit()]
+def _front_end(who: str, shape: Sequence[int], levels: int | None, standardize: bool) -> list[Bijection]:
+    """Dequantised values in [0, levels) to the real line, and there to a common scale."""
+    front: list[Bijection] = [] if levels is None else [Affine(0.0, 1 / count(who, "levels", levels)), Logit()]
+    return [*front, Standardize(shape)] if standardize else front
 
 
 def _kind(who: str, name: str, kinds: dict[str, Layer], kind: str) -> Layer:

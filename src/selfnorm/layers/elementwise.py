@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection, Surrogate
-from selfnorm.checks import count, describe, expect_batch
+from selfnorm.checks import count, describe, event_shape, expect_batch, expect_shape
 
 
 def sum_event(x: Tensor) -> Tensor:
@@ -103,6 +104,37 @@ class Affine(Bijection):
 
     def _log_det(self, x: Tensor) -> Tensor:
         return self.scale.abs().log().expand(x.shape[1:]).sum().repeat(x.shape[0])
+
+
+class Standardize(Affine):
+    """z = (x − mean) / standard deviation of each entry by itself, as `initialize` found them; then fixed, never trained.
+
+    shape: one example's. Buffers: shift = −mean and scale = 1 / standard deviation, the identity until `initialize`.
+    """
+
+    initialized: Tensor
+
+    def __init__(self, shape: int | Sequence[int]) -> None:
+        shape = event_shape("Standardize", shape)
+        super().__init__(torch.zeros(shape), torch.ones(shape))
+        self.register_buffer("initialized", torch.tensor(False))
+
+    @torch.no_grad()
+    def initialize(self, x: Tensor, *, context: Tensor | None = None) -> None:
+        expect_shape(self, x, *self.shift.shape)
+        if self.initialized:
+            return
+        deviation, mean = torch.std_mean(x, 0, correction=0)
+        constant = (~(deviation > 0)).flatten().nonzero().flatten().tolist()  # catches NaN too
+        if constant:
+            raise ValueError(
+                f"{describe(self)}: expected entries that vary over the {x.shape[0]} examples to standardise by, got constant "
+                f"ones at {constant[:10]}{' …' if len(constant) > 10 else ''} of the flattened example; a constant has no "
+                "density, so leave it out"
+            )
+        self.shift.copy_(-mean)
+        self.scale.copy_(1 / deviation)
+        self.initialized.fill_(True)
 
 
 class Logit(Bijection):

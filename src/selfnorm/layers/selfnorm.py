@@ -41,6 +41,8 @@ class _LearnedInverse(LinearMap):
     """What a self-normalizing layer does with its R, whatever the shape of it. Abstract."""
 
     weight_inv: Tensor
+    # Of the last batch that `surrogate` saw: what white-noise probes must look like. Not state, a convolution takes any size.
+    example_shape: tuple[int, ...] = ()
 
     @property
     def reconstruction_names(self) -> tuple[str, ...]:
@@ -49,6 +51,7 @@ class _LearnedInverse(LinearMap):
     @in_full_precision
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
         self.check_input(x)
+        self.example_shape = tuple(x.shape[1:])
         z, log_det, reconstruction = self.self_normalize(x)
         return Surrogate(z + self.broadcast_bias(), log_det, reconstruction)
 
@@ -73,6 +76,12 @@ class _LearnedInverse(LinearMap):
             stacklevel=2,
         )
         return self.inverse(z)[0]
+
+    @in_full_precision
+    def reconstruction(self, h: Tensor) -> Tensor:
+        """‖RWh − h‖², (N,), for any h: on white noise its mean estimates ‖RW − I‖²."""
+        self.check_input(h)
+        return (self.apply_inverse(self.apply_weight(h)) - h).square().flatten(1).sum(1)
 
     def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Wx, zeros (N,) that carry the log-determinant's gradient, and ‖RWx − x‖² (N, 1)."""

@@ -1,0 +1,91 @@
+"""The user's own examples: NumPy arrays, tables, image folders."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from selfnorm.data.images import SUFFIXES, read_images
+from selfnorm.data.tables import read_csv, read_parquet
+
+CHANNELS = (1, 3, 4)
+
+
+def read_examples(path: str | Path) -> tuple[Tensor, tuple[str, ...]]:
+    """All examples of a file, (N, *shape), and the names of a table's columns, where the file has them.
+
+    uint8 (N, C, H, W) for images: a folder of them, or a uint8 array of shape (N, H, W), (N, C, H, W) or (N, H, W, C).
+    float32 for everything else: .npy, .npz (its array "data" or "x", or its only one), .csv, .tsv, .parquet. Numbers only:
+    NaN, infinities, text, empty cells and pickled objects are errors that say where they are.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise ValueError(f"read_examples: expected the path of a file or of a folder of images, got nothing at {path}")
+    suffix = path.suffix.lower()
+    if path.is_dir() or suffix in SUFFIXES:
+        return torch.from_numpy(read_images(path)), ()
+    if suffix in (".npy", ".npz"):
+        return _examples(str(path), _read_numpy(path)), ()
+    if suffix in (".csv", ".tsv", ".parquet"):
+        values, columns = read_parquet(path) if suffix == ".parquet" else read_csv(path)
+        return _examples(str(path), values), columns
+    raise ValueError(f"{path}: expected .npy, .npz, .csv, .tsv, .parquet, or a folder of images, got {suffix or 'no ending'}")
+
+
+def _read_numpy(path: Path) -> NDArray[np.generic]:
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return loaded
+        with loaded as archive:
+            keys = list(archive)
+            key = next((key for key in ("data", "x") if key in keys), keys[0] if len(keys) == 1 else None)
+            if key is not None:
+                return np.asarray(archive[key])
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(
+            f"{path}: expected an array of numbers, got a file that cannot be read as one ({error}); pickled objects are never "
+            "loaded, as they can run code: save numbers, by np.save"
+        ) from error
+    raise ValueError(f'{path}: expected one array, or one named "data" or "x", got {", ".join(keys) or "none"}')
+
+
+def _examples(who: str, array: NDArray[np.generic]) -> Tensor:
+    """The array as examples: images if it is uint8 with more axes than a table, else float32."""
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"{who}: expected numbers, integer or real, got an array of {array.dtype}")
+    if array.ndim == 0 or array.size == 0:
+        raise ValueError(f"{who}: expected at least one example, as an array of shape (N, …), got shape {array.shape}")
+    if array.ndim < 3 or array.dtype.kind == "f":
+        values = _float32(who, array)
+        return torch.from_numpy(values[:, None] if array.ndim == 1 else values)
+    if array.dtype != np.uint8 or array.ndim > 4:
+        raise ValueError(
+            f"{who}: expected images as uint8 of shape (N, H, W), (N, C, H, W) or (N, H, W, C), got {array.dtype} of shape "
+            f"{array.shape}; save images .astype(np.uint8), and real numbers .astype(np.float32)"
+        )
+    if array.ndim == 3:
+        array = array[:, None]
+    elif array.shape[3] in CHANNELS and array.shape[1] not in CHANNELS:
+        array = np.moveaxis(array, 3, 1)
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def _float32(who: str, array: NDArray[np.generic]) -> NDArray[np.float32]:
+    with np.errstate(over="ignore"):
+        values = np.ascontiguousarray(array, dtype=np.float32)
+    finite = np.isfinite(values)
+    if not finite.all():
+        index = tuple(int(i) for i in np.unravel_index(finite.argmin(), values.shape))
+        where = f"row {index[0]}" + (f", column {', '.join(map(str, index[1:]))}" if index[1:] else "")
+        raise ValueError(
+            f"{who}: expected finite numbers that float32 can hold, got {array[index]} in {where}, counted from 0; "
+            "leave out or fill in such rows first"
+        )
+    return values

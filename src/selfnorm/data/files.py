@@ -1,0 +1,75 @@
+"""Where data files are looked for, and how a new one appears: whole, or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, BinaryIO
+
+Progress = Callable[[str, int, int | None], None]
+
+
+def cache_folder() -> Path:
+    """The user's cache folder for this library; it need not exist yet."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "selfnorm"
+
+
+def data_folder(who: str, data_dir: str | Path | None) -> tuple[Path, bool]:
+    """The folder to look in, and whether it is the cache: into a folder that the user named, nothing is downloaded."""
+    named, given = "data_dir", data_dir
+    if given is None:
+        named, given = "$SELFNORM_DATA", os.environ.get("SELFNORM_DATA") or None
+    if given is None:
+        return cache_folder(), True
+    folder = Path(given).expanduser()
+    if not folder.is_dir():
+        got = "a file" if folder.exists() else "no such folder"
+        raise ValueError(f"{who}: expected {named} to be the folder that holds the data, got {got}: {folder}")
+    return folder, False
+
+
+def locate(folder: Path, places: Sequence[str], names: Sequence[str], endings: Sequence[str] = ("",)) -> list[Path]:
+    """The named files, from the first of the places below `folder` that has them all; an empty list where none has."""
+    for place in places:
+        found = [
+            next((file for ending in endings if (file := folder / place / (name + ending)).is_file()), None) for name in names
+        ]
+        whole = [file for file in found if file is not None]
+        if len(whole) == len(names):
+            return whole
+    return []
+
+
+def missing(who: str, folder: Path, names: Sequence[str], source: str) -> ValueError:
+    """The error for files that are not there: which, where, and whence to get them."""
+    absent = [name for name in names if not (folder / name).exists()]
+    got = f"all but {', '.join(absent)}" if len(absent) < len(names) else "none of them"
+    return ValueError(f"{who}: expected {', '.join(names)} in {folder}, got {got}; get them from {source}")
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[BinaryIO]:
+    """A file to write that takes the name `target` when the block has ended well, and is removed when it has not."""
+    part = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
+    try:
+        with part.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(target)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def require(module: str, who: str, package: str) -> Any:
+    """A module that only some data need, imported when they do."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ValueError(f"{who}: expected {module.split('.')[0]} to be installed ({error}); pip install '{package}'") from error

@@ -1,0 +1,83 @@
+"""Exact likelihoods of data: in nats and bits, with how they were estimated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from selfnorm.data.batches import Examples
+from selfnorm.flow import Flow
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """Exact negative log-likelihood of a set of examples.
+
+    nll:             mean over examples and dequantisation samples, in nats.
+    standard_error:  of that mean over examples, each example's samples averaged first.
+    """
+
+    nll: float
+    standard_error: float
+    bits_per_dim: float
+    examples: int
+    samples: int
+
+    def __str__(self) -> str:
+        how = f"{self.examples} examples" + (f" × {self.samples} dequantisation samples" if self.samples > 1 else "")
+        return f"{self.nll:.2f} ± {self.standard_error:.2f} nats ({self.bits_per_dim:.3f} bits/dim; exact, {how})"
+
+
+def bits_per_dim(nats: float, dimensions: int) -> float:
+    """Nats of a whole example to bits for each of its dimensions: nats / (D·log 2)."""
+    return nats / (dimensions * math.log(2))
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Eval mode and no gradients; then the mode that was."""
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        module.train(training)
+
+
+def log_likelihoods(flow: Flow, batches: Iterable[Tensor]) -> Tensor:
+    """log p(x) of every example, exact, (N,) in float64 on the CPU."""
+    with evaluating(flow):
+        return torch.cat([flow.log_prob(x).double().cpu() for x in batches])
+
+
+def likelihood(
+    flow: Flow,
+    examples: Examples,
+    *,
+    batch_size: int = 500,
+    samples: int = 1,
+    seed: int = 0,
+    watch: Callable[[], None] = lambda: None,
+) -> Likelihood:
+    """The exact NLL of examples, each dequantised `samples` times; real-valued data needs only one.
+
+    watch: called before each batch, so that a long evaluation can be left.
+    """
+    samples = 1 if examples.levels is None else samples
+
+    def watched(sample: int) -> Iterator[Tensor]:
+        for x in examples.in_order(batch_size, seed, sample):
+            watch()
+            yield x
+
+    scores = torch.stack([log_likelihoods(flow, watched(sample)) for sample in range(samples)]).mean(0)
+    nll = -scores.mean().item()
+    error = scores.std().item() / math.sqrt(len(scores)) if len(scores) > 1 else math.inf
+    dimensions = math.prod(examples.shape)
+    return Likelihood(nll, error, bits_per_dim(nll, dimensions), len(scores), samples)

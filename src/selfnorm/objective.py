@@ -1,0 +1,202 @@
+"""The objective: mean surrogate NLL plus the price of reconstruction errors, and the rules that set that price.
+
+A layer's reconstruction error ‖RWh − h‖² keeps its learned inverse R honest. How much it weighs is a `Penalty`: a fixed λ, as in
+most of the paper, or a Lagrange multiplier for each layer, which grows while the layer misses a tolerance and falls once it meets
+it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from selfnorm.checks import count, expect_batch
+from selfnorm.flow import Flow
+from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
+
+
+class Metrics(NamedTuple):
+    """What a step tells the loop, on the device and without gradient.
+
+    surrogate:       mean of −`Surrogate.log_det`; not a likelihood.
+    reconstruction:  (K,) mean squared error ‖RWh − h‖²/D of each self-normalizing layer, probes added.
+    """
+
+    surrogate: Tensor
+    reconstruction: Tensor
+
+
+class Penalty(nn.Module):
+    """The price of K reconstruction errors per dimension. Abstract: `forward` is pure, `after_step` moves the multipliers.
+
+    Buffer: weight (K,), λ of each layer.
+    """
+
+    weight: Tensor
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self._start = _positive(type(self).__name__, "weight", weight, zero=True)
+
+    def attach(self, layers: int) -> None:
+        """Make the state for a flow with that many self-normalizing layers."""
+        self.register_buffer("weight", torch.full((layers,), self._start))
+
+    def forward(self, error: Tensor, dimensions: Tensor) -> Tensor:
+        """The penalty, from the layers' mean squared errors per dimension (K,) and their dimensions (K,)."""
+        raise NotImplementedError
+
+    def after_step(self, error: Tensor) -> None:
+        """Move the multipliers, given the errors of the step that was taken."""
+
+    @torch.no_grad()
+    def raise_weight(self, factor: float) -> None:
+        """Multiply every λ: the loop's answer to a divergence."""
+        self.weight.mul_(factor)
+
+
+class Fixed(Penalty):
+    """Σ λ·‖RWh − h‖², the paper's penalty: summed over dimensions, averaged over the batch, one λ for all layers."""
+
+    def __init__(self, weight: float = 1.0) -> None:
+        super().__init__(weight)
+
+    def forward(self, error: Tensor, dimensions: Tensor) -> Tensor:
+        return (self.weight * dimensions * error).sum()
+
+
+class GECO(Penalty):
+    """Σ λ·C with C = ‖RWh − h‖²/D − κ for each layer, λ ← λ·exp(η·C̄), C̄ a moving average (Rezende & Viola, 2018).
+
+    tolerance κ is an error per dimension; λ multiplies that too, so it is about D times a fixed λ. λ falls again once κ is met,
+    within `bounds`. The loss shows λ·C̄ and has the gradient of λ·C. Keller et al. (2021), table 5, has no tolerance.
+
+    Buffers beside weight: average (K,), C̄; started, whether it has seen a first value.
+    """
+
+    average: Tensor
+    started: Tensor
+
+    def __init__(
+        self,
+        weight: float = 1.0,
+        tolerance: float = 1e-3,
+        rate: float = 0.1,
+        decay: float = 0.99,
+        bounds: tuple[float, float] = (1e-3, 1e8),
+    ) -> None:
+        super().__init__(weight)
+        self.tolerance = _positive("GECO", "tolerance", tolerance, zero=True)
+        self.rate = _positive("GECO", "rate", rate)
+        if not 0 <= decay < 1:
+            raise ValueError(f"GECO: expected decay in [0, 1), got {decay}")
+        if not 0 < bounds[0] <= weight <= bounds[1]:
+            raise ValueError(f"GECO: expected 0 < bounds[0] ≤ weight ≤ bounds[1], got bounds {bounds} and weight {weight}")
+        self.decay, self.bounds = decay, bounds
+
+    def attach(self, layers: int) -> None:
+        super().attach(layers)
+        self.register_buffer("average", torch.zeros(layers))
+        self.register_buffer("started", torch.tensor(False))
+
+    def forward(self, error: Tensor, dimensions: Tensor) -> Tensor:
+        constraint = error - self.tolerance
+        correction = (self._averaged(constraint) - constraint).detach()
+        return (self.weight * (constraint + correction)).sum()
+
+    @torch.no_grad()
+    def after_step(self, error: Tensor) -> None:
+        self.average.copy_(self._averaged(error - self.tolerance))
+        self.started.fill_(True)
+        # An error of thousands must not carry λ past every bound in one step, nor exp() past infinity.
+        self.weight.mul_((self.rate * self.average).clamp(max=1.0).exp()).clamp_(*self.bounds)
+
+    def _averaged(self, constraint: Tensor) -> Tensor:
+        blend = self.decay * self.average + (1 - self.decay) * constraint
+        return torch.where(self.started, blend, constraint)
+
+
+class MDMM(Penalty):
+    """Σ λC + (c/2)·max(C, 0)², C as in `GECO`: the modified differential method of multipliers (Platt & Barr, 1987).
+
+    λ ← max(0, λ + η·C) is gradient ascent; the quadratic term, on the violated side alone, damps the chase.
+    """
+
+    def __init__(self, weight: float = 1.0, tolerance: float = 1e-3, rate: float = 1.0, damping: float = 10.0) -> None:
+        super().__init__(weight)
+        self.tolerance = _positive("MDMM", "tolerance", tolerance, zero=True)
+        self.rate = _positive("MDMM", "rate", rate)
+        self.damping = _positive("MDMM", "damping", damping, zero=True)
+
+    def forward(self, error: Tensor, dimensions: Tensor) -> Tensor:
+        constraint = error - self.tolerance
+        return (self.weight * constraint + self.damping / 2 * constraint.clamp(min=0).square()).sum()
+
+    @torch.no_grad()
+    def after_step(self, error: Tensor) -> None:
+        self.weight.add_(self.rate * (error - self.tolerance)).clamp_(min=0)
+
+
+class Loss(nn.Module):
+    """What training minimises: −mean(surrogate log-likelihood) + penalty(reconstruction errors). Wrap *this* in DDP or compile.
+
+    penalty:  a `Penalty`, or a number for `Fixed`.
+    probes:   how many white-noise vectors each self-normalizing layer also has to reconstruct, at each step. Data leaves R
+              free in directions in which it does not vary; noise has none.
+
+    >>> from selfnorm.models import fc_flow
+    >>> loss = Loss(fc_flow(3), penalty=10.0)
+    >>> value, metrics = loss(torch.randn(8, 3))
+    >>> value.shape, metrics.reconstruction.shape
+    (torch.Size([]), torch.Size([2]))
+    """
+
+    def __init__(self, flow: Flow, penalty: Penalty | float = 1.0, probes: int = 0) -> None:
+        super().__init__()
+        self.flow = flow
+        self.penalty = penalty if isinstance(penalty, Penalty) else Fixed(penalty)
+        self.penalty.attach(len(flow.reconstruction_names))
+        self.probes = count("Loss", "probes", probes) if probes else 0
+        self._dimensions = torch.zeros(0)
+
+    def forward(
+        self, x: Tensor, *, context: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Metrics]:
+        """The loss of a batch, and its parts; `generator` is what the probes are drawn from."""
+        expect_batch(self, x)
+        surrogate = self.flow.surrogate(x, context=context)
+        layers = self._layers()
+        dimensions = self._dimensions_of(layers, x)
+        error = surrogate.reconstruction.mean(0) / dimensions
+        if self.probes and layers:
+            error = error + torch.stack([self._probe(layer, x, generator) for layer in layers]) / dimensions
+        nll = -surrogate.log_det.mean()
+        return nll + self.penalty(error, dimensions), Metrics(nll.detach(), error.detach())
+
+    def after_step(self, metrics: Metrics) -> None:
+        """Call after each optimiser step, with what its `forward` gave."""
+        self.penalty.after_step(metrics.reconstruction)
+        self.flow.after_step()
+
+    def _layers(self) -> list[SelfNormLinear | SelfNormConv2d]:
+        return [self.flow.bijection.get_submodule(name) for name in self.flow.reconstruction_names]  # type: ignore[misc]
+
+    def _dimensions_of(self, layers: list[SelfNormLinear | SelfNormConv2d], x: Tensor) -> Tensor:
+        # Made once, since a copy from the host would break into a captured step; image sizes do not change in mid-training.
+        if self._dimensions.shape[0] != len(layers) or self._dimensions.device != x.device or self._dimensions.dtype != x.dtype:
+            self._dimensions = x.new_tensor([math.prod(layer.example_shape) for layer in layers])
+        return self._dimensions
+
+    def _probe(self, layer: SelfNormLinear | SelfNormConv2d, x: Tensor, generator: torch.Generator | None) -> Tensor:
+        noise = torch.randn(self.probes, *layer.example_shape, generator=generator, device=x.device, dtype=x.dtype)
+        return layer.reconstruction(noise).mean()
+
+
+def _positive(who: str, name: str, value: float, *, zero: bool = False) -> float:
+    number = float(value)
+    if not (number >= 0 if zero else number > 0) or math.isinf(number):
+        raise ValueError(f"{who}: expected a finite {name} {'of at least' if zero else 'above'} 0, got {value}")
+    return number

@@ -1,0 +1,246 @@
+"""Pictures of a run: samples beside data, training curves, plain grids of images. All written atomically, as PNG.
+
+matplotlib is used without pyplot, so that nothing global is set or leaked and no display is needed. It and pillow are imported
+where they are used: nothing else in the library needs them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from selfnorm.checks import count, expect_finite
+from selfnorm.report.canvas import new_figure, png, rendered, smaller, write
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+GAP = 2  # pixels between images
+COLOURS = {"data": "0.45", "learned inverse": "tab:blue", "exact inverse": "tab:orange"}
+
+
+def sample_sheet(path: str | Path, learned: Tensor, exact: Tensor, data: Tensor, levels: int) -> None:
+    """Data, samples by the learned and samples by the exact inverse, side by side: up to 64 images (n, C, H, W) of each.
+
+    Values are in [0, levels), dequantised or not; what lies outside is shown as the nearest level. Pixels are enlarged by a
+    whole factor, so that they stay square and sharp.
+    """
+    images = {"data": data, "learned inverse": learned, "exact inverse": exact}
+    batches = [_pixels("sample_sheet", batch[:64], levels) for batch in images.values()]
+    factor = max(1, 280 // max(_columns(len(batch)) * max(batch.shape[1:3]) for batch in batches))
+    grids = [_tiled(batch.repeat(factor, 1).repeat(factor, 2)) for batch in batches]
+    margin, heading = 12, 28
+    columns = [max(grid.shape[1], 110) for grid in grids]  # no narrower than its heading
+    height = heading + max(grid.shape[0] for grid in grids) + margin
+    width = sum(columns) + margin * (len(grids) + 1)
+    canvas = np.full((height, width, 3), 255, np.uint8)
+    figure = new_figure(width / 100, height / 100)
+    left = margin
+    for title, grid, column in zip(images, grids, columns, strict=True):
+        at = left + (column - grid.shape[1]) // 2
+        canvas[heading : heading + grid.shape[0], at : at + grid.shape[1]] = grid  # a grey one is spread over the three colours
+        figure.text((left + column / 2) / width, 1 - heading / 2 / height, title, ha="center", va="center", fontsize=9)
+        left += column + margin
+    figure.figimage(canvas, zorder=-1)
+    write(path, smaller(rendered(figure)))
+
+
+def image_grid(path: str | Path, images: Tensor, levels: int) -> None:
+    """Images (n, C, H, W) with values in [0, levels) in a near-square grid, one pixel for one pixel, white lines between."""
+    from PIL import Image
+
+    grid = _tiled(_pixels("image_grid", images, levels))
+    write(path, png(Image.fromarray(grid[:, :, 0] if grid.shape[2] == 1 else grid)))
+
+
+def sample_scatter(path: str | Path, learned: Tensor, exact: Tensor, data: Tensor, columns: Sequence[str] | None = None) -> None:
+    """Samples of a table (n, D) beside its data: three scatter plots if D = 2, else histograms of the first 6 columns.
+
+    The axes are the data's, without its outermost half per cent. Samples beyond them are not drawn, but a histogram's area says
+    how many there are.
+    """
+    tables = {"data": data, "learned inverse": learned, "exact inverse": exact}
+    values = {title: _table(title, table, data) for title, table in tables.items()}
+    width = data.shape[1]
+    names = [f"column {index}" for index in range(width)] if columns is None else list(columns)
+    if len(names) != width:
+        raise ValueError(f"sample_scatter: expected a name for each of the {width} columns, got {len(names)}: {names}")
+    limits = [_limits(values["data"][:, index]) for index in range(min(width, 6))]
+    if width == 2:
+        figure = new_figure(9, 3.3)
+        for ax, (title, points) in zip(figure.subplots(1, 3, sharex=True, sharey=True), values.items(), strict=True):
+            size = min(6.0, 300 / math.sqrt(len(points) + 1))
+            ax.scatter(*points.T, s=size, color=COLOURS[title], alpha=0.6, linewidths=0, rasterized=True)
+            ax.set(title=title, xlabel=names[0], xlim=limits[0], ylim=limits[1])
+        figure.axes[0].set_ylabel(names[1])
+    else:
+        across = 2 if len(limits) == 4 else min(3, len(limits))
+        down = math.ceil(len(limits) / across)
+        figure = new_figure(max(4.5, 3.2 * across), 2.4 * down + 0.5)
+        for index, limit in enumerate(limits):
+            ax = figure.add_subplot(down, across, index + 1)
+            _histograms(ax, {title: points[:, index] for title, points in values.items()}, limit)
+            ax.set(title=names[index], xlim=limit, yticks=[])
+            if index % across == 0:
+                ax.set_ylabel("density")
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        left_out = f"the first {len(limits)} of {width} columns" if width > len(limits) else None
+        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, title=left_out)
+    write(path, png(rendered(figure)))
+
+
+def curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> None:
+    """The course of a run, from its metrics: validation NLL, training loss, each layer's reconstruction, and λ if it varies.
+
+    records:  those of kind "validation" (epoch, nll) and "epoch" (epoch, loss, reconstruction, weight; the last two by layer).
+    names:    of the layers, for the legend; with more than 6 layers colour runs from the first to the last instead.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    epochs = [record for record in records if record.get("kind") == "epoch"]
+    validations = [record for record in records if record.get("kind") == "validation"]
+    at, when = _series(epochs, "epoch"), _series(validations, "epoch")
+    loss, nll = _series(epochs, "loss"), _series(validations, "nll")
+    reconstruction, weight = _by_layer(epochs, "reconstruction"), _by_layer(epochs, "weight")
+    varies = weight.size > 0 and not np.all(weight == weight.flat[0])
+
+    panels = [len(nll) > 0, len(loss) > 0, reconstruction.size > 0, varies]
+    if not any(panels):
+        raise ValueError(f"curves: expected records of kind 'epoch' or 'validation', got none among {len(records)}")
+    across = 2 if all(panels) else sum(panels)
+    down = math.ceil(sum(panels) / across)
+    figure = new_figure(4.6 * across, 3.2 * down)
+    axes = iter([figure.add_subplot(down, across, index + 1) for index in range(sum(panels))])
+    if panels[0]:
+        ax = next(axes)
+        _robust_line(ax, when, nll)
+        ax.set(title="exact validation NLL", ylabel="nats")
+        if np.isfinite(nll).any():
+            best = int(np.nanargmin(np.where(np.isfinite(nll), nll, np.nan)))
+            label = f"best: {nll[best]:.2f} at epoch {when[best]:g}"
+            ax.plot(when[best], nll[best], "o", color="tab:red", label=label, clip_on=False, zorder=3)
+            ax.legend(frameon=False, loc="upper right")
+    if panels[1]:
+        ax = next(axes)
+        _robust_line(ax, at, loss)
+        ax.set(title="training loss (no likelihood)", ylabel="nats")
+    if panels[2]:
+        ax = next(axes)
+        _layer_lines(ax, at, reconstruction, names)
+        ax.set_yscale("log", nonpositive="mask")
+        ax.set(title="reconstruction error", ylabel="‖RWh − h‖²")
+    if panels[3]:
+        ax = next(axes)
+        alike = (weight == weight[:, :1]).all()
+        _layer_lines(ax, at, weight[:, :1] if alike else weight, () if alike else names)
+        positive = weight[weight > 0]
+        if positive.size and positive.max() > 100 * positive.min():
+            ax.set_yscale("log", nonpositive="mask")
+        ax.set(title="weight of the reconstruction penalty", ylabel="λ")
+    for ax in figure.axes:
+        ax.set_xlabel("epoch")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.grid(color="0.9")
+        ax.spines[["top", "right"]].set_visible(False)
+    write(path, png(rendered(figure)))
+
+
+def _series(records: Sequence[Mapping[str, Any]], key: str) -> Array:
+    """A number from each record; NaN, which is not drawn, where one has none."""
+    return np.array([math.nan if record.get(key) is None else record[key] for record in records], dtype=float)
+
+
+def _by_layer(records: Sequence[Mapping[str, Any]], key: str) -> Array:
+    """(records, layers)."""
+    rows = [list(record.get(key) or []) for record in records]
+    layers = max((len(row) for row in rows), default=0)
+    return np.array([row + [math.nan] * (layers - len(row)) for row in rows], dtype=float).reshape(len(rows), layers)
+
+
+def _robust_line(ax: Axes, x: Array, y: Array) -> None:
+    """A line whose axis is not spoilt by a wild start or a spike: those run out of the picture."""
+    ax.plot(x, y, color="tab:blue", linewidth=1.2, marker="." if len(y) <= 60 else None)
+    finite = y[np.isfinite(y)]
+    settled = finite[max(1, len(finite) // 8) :]
+    if len(settled) < 3:
+        return
+    low, middle, high = finite.min(), np.median(settled), settled.max()
+    high = min(high, low + 10 * (middle - low)) if middle > low else high
+    if high > low:
+        ax.set_ylim(low - 0.06 * (high - low), high + 0.15 * (high - low))
+
+
+def _layer_lines(ax: Axes, x: Array, y: Array, names: Sequence[str]) -> None:
+    from matplotlib import colormaps
+
+    layers = y.shape[1]
+    if layers <= 6:
+        for index in range(layers):
+            label = names[index] or "layer" if len(names) == layers else None
+            ax.plot(x, y[:, index], label=label, color=f"C{index}", linewidth=1.2)
+        if len(names) == layers:
+            ax.legend(frameon=False, fontsize=8, loc="upper right", ncols=1 + (layers > 3))
+        return
+    for index in range(layers):
+        ends = {0: "first layer", layers - 1: f"last of {layers}"}
+        colour = colormaps["viridis"](0.9 * index / (layers - 1))
+        ax.plot(x, y[:, index], label=ends.get(index), color=colour, linewidth=0.8)
+    ax.legend(frameon=False, fontsize=8, loc="upper right")
+
+
+def _histograms(ax: Axes, series: Mapping[str, Array], limits: tuple[float, float]) -> None:
+    edges = np.linspace(*limits, 41)
+    for title, values in series.items():
+        heights = np.histogram(values, edges)[0] / (max(1, len(values)) * (edges[1] - edges[0]))
+        ax.stairs(heights, edges, label=title, color=COLOURS[title], fill=title == "data", alpha=0.35 if title == "data" else 1)
+    ax.set_ylim(bottom=0)
+
+
+def _table(title: str, table: Tensor, data: Tensor) -> Array:
+    if table.dim() != 2 or table.shape[1] != data.shape[-1] or table.shape[1] == 0:
+        raise ValueError(f"sample_scatter: expected tables (n, D) of one D, got {tuple(table.shape)} for {title}")
+    expect_finite("sample_scatter", title, table)
+    values: Array = table.detach().double().cpu().numpy()
+    return values
+
+
+def _limits(values: Array) -> tuple[float, float]:
+    low, high = np.quantile(values, [0.005, 0.995]) if len(values) else (0.0, 0.0)
+    margin = 0.1 * (high - low) or 0.5  # a constant column still needs an axis
+    return float(low - margin), float(high + margin)
+
+
+def _pixels(who: str, images: Tensor, levels: int) -> Array:
+    """(n, C, H, W) with values in [0, levels) as bytes (n, H, W, C)."""
+    if images.dim() != 4 or images.shape[0] == 0 or images.shape[1] not in (1, 3):
+        raise ValueError(f"{who}: expected images (n, C, H, W), grey (C = 1) or RGB (C = 3), got {tuple(images.shape)}")
+    expect_finite(who, "image", images)
+    highest = count(who, "levels", levels) - 1
+    whole = images.detach().double().cpu().floor().clamp(0, highest)
+    grey = (whole * (255 / max(1, highest))).round().to(torch.uint8)
+    values: Array = grey.permute(0, 2, 3, 1).numpy()
+    return values
+
+
+def _columns(n: int) -> int:
+    return math.isqrt(n - 1) + 1  # ⌈√n⌉
+
+
+def _tiled(images: Array) -> Array:
+    """(n, H, W, C) in ⌈√n⌉ columns, row by row."""
+    n, height, width, channels = images.shape
+    columns = _columns(n)
+    rows = math.ceil(n / columns)
+    grid = np.full((rows * (height + GAP) - GAP, columns * (width + GAP) - GAP, channels), 255, np.uint8)
+    for index, image in enumerate(images):
+        top, left = index // columns * (height + GAP), index % columns * (width + GAP)
+        grid[top : top + height, left : left + width] = image
+    return grid

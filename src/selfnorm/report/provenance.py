@@ -1,0 +1,38 @@
+"""Where a figure comes from: command, commit, machine, date."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+import torch
+
+import selfnorm
+
+
+def provenance(device: torch.device | str = "cpu", command: str | None = None) -> dict[str, str | None]:
+    """What to write beside a measured figure; commit is None where the source is not under git."""
+    device = torch.device(device)
+    here = Path(selfnorm.__file__).parent
+    try:
+        commit = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=here, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = None
+    if device.type == "cuda":
+        machine = torch.cuda.get_device_name(device)
+    else:
+        machine = f"{platform.machine()} {device.type.upper()}, {torch.get_num_threads()} threads"
+    return {
+        "command": command or shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": commit,
+        "version": selfnorm.__version__,
+        "machine": machine,
+        "date": date.today().isoformat(),
+        "torch": torch.__version__,
+    }

@@ -1,0 +1,125 @@
+"""Checkpoints: tensors and plain facts in one safetensors file, which can hold no code."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from selfnorm.checks import count, event_shape
+from selfnorm.files import replacing
+from selfnorm.flow import Flow
+from selfnorm.recipe import Recipe, from_mapping
+from selfnorm.recipes import build_flow
+
+FORMAT = "selfnorm-checkpoint-1"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """All that a run needs to go on, or that a flow needs to be built again.
+
+    tensors:   under "loss." the weights and the penalty's multipliers, under "adam." the moments, under "sums." those of the
+               epoch under way.
+    progress:  the loop's counters, plain numbers.
+    """
+
+    recipe: Recipe
+    shape: tuple[int, ...]
+    levels: int | None
+    columns: tuple[str, ...]
+    tensors: dict[str, Tensor]
+    progress: dict[str, Any]
+
+    def part(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors under a prefix, without it."""
+        return {name.removeprefix(prefix): value for name, value in self.tensors.items() if name.startswith(prefix)}
+
+    def flow(self) -> Flow:
+        """The flow, on the CPU, in eval mode."""
+        flow = build_flow(self.recipe, self.shape, self.levels)
+        try:
+            flow.load_state_dict(self.part("loss.flow."))
+        except RuntimeError as error:
+            raise ValueError(f"checkpoint of {self.recipe.name}: expected the recipe's weights, got others: {error}") from None
+        return flow.eval()
+
+
+def save(path: Path, checkpoint: Checkpoint) -> None:
+    """Write a checkpoint in one piece: at every moment there is an old one or a new one, never half of one."""
+    facts = {
+        "recipe": asdict(checkpoint.recipe),
+        "shape": checkpoint.shape,
+        "levels": checkpoint.levels,
+        "columns": checkpoint.columns,
+        "progress": checkpoint.progress,
+    }
+    tensors = {name: value.detach().cpu().contiguous() for name, value in checkpoint.tensors.items()}
+    with replacing(path) as temporary:
+        try:
+            save_file(tensors, temporary, metadata={"format": FORMAT, "facts": json.dumps(facts)})
+        except SafetensorError as error:
+            raise OSError(f"{path}: could not be written: {error}") from None
+
+
+def read(path: Path) -> Checkpoint:
+    """Read a checkpoint, or say what is wrong with the file."""
+    if not path.is_file():
+        raise ValueError(f"{path}: expected a checkpoint, got no such file")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise ValueError(f"{path}: expected a checkpoint of format {FORMAT}, got {metadata.get('format', 'none')!r}")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: expected a safetensors checkpoint, got a truncated or foreign file ({error})") from None
+    try:
+        facts = json.loads(metadata["facts"])
+        shape = event_shape(str(path), facts["shape"])
+        levels = None if facts["levels"] is None else count(str(path), "levels", facts["levels"])
+        columns = tuple(map(str, facts["columns"]))
+        return Checkpoint(from_mapping(facts["recipe"], str(path)), shape, levels, columns, tensors, dict(facts["progress"]))
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: expected a checkpoint's facts, got damaged ones ({error})") from None
+
+
+def load(run_dir_or_checkpoint: str | Path) -> Flow:
+    """The trained flow of a run folder (its best weights) or of one checkpoint file, on the CPU, ready to score and sample."""
+    return read(checkpoint_in(Path(run_dir_or_checkpoint))).flow()
+
+
+def checkpoint_in(path: Path) -> Path:
+    """The checkpoint meant by a path: itself, or a run folder's best (or, before the first validation, last) one."""
+    if not path.is_dir():
+        return path
+    best, last = path / "best.safetensors", path / "last.safetensors"
+    if not best.exists() and not last.exists():
+        raise ValueError(f"{path}: expected a run folder with best.safetensors or last.safetensors, got neither")
+    return best if best.exists() else last
+
+
+def cloned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A copy that training cannot change any more."""
+    return {name: value.detach().clone() for name, value in tensors.items()}
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
+    """Adam's moments, by parameter name."""
+    state = optimizer.state_dict()["state"]
+    return {f"{names[index]}:{key}": value for index, values in state.items() for key, value in values.items()}
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, names: list[str], tensors: dict[str, Tensor]) -> None:
+    """Put moments back where `optimizer_tensors` took them."""
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        parameter, _, key = name.rpartition(":")
+        state.setdefault(names.index(parameter), {})[key] = value.clone()
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -1,0 +1,69 @@
+"""A run's folder: where each of its files is, and the log of its metrics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from selfnorm.files import write_text
+from selfnorm.recipe import Recipe, from_toml, to_toml
+
+
+class RunFolder:
+    """The files of one run, by name.
+
+    recipe.toml, metrics.jsonl, best.safetensors, last.safetensors, training_scores.npy, samples.png, curves.png, result.json
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe = path / "recipe.toml"
+        self.metrics = path / "metrics.jsonl"
+        self.best = path / "best.safetensors"
+        self.last = path / "last.safetensors"
+        self.scores = path / "training_scores.npy"
+        self.samples = path / "samples.png"
+        self.curves = path / "curves.png"
+        self.result = path / "result.json"
+
+    def create(self, recipe: Recipe) -> None:
+        """Make the folder for a new run; one that holds a run already is left alone."""
+        if self.recipe.exists():
+            raise ValueError(
+                f"{self.path}: expected a folder without a run, got one that has one; go on with it by "
+                f"`selfnorm train --resume {self.path}`, or name another folder"
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_text(self.recipe, to_toml(recipe))
+
+    def read_recipe(self) -> Recipe:
+        """The recipe of the run in this folder."""
+        if not self.recipe.is_file():
+            raise ValueError(
+                f"{self.path}: expected a run folder with recipe.toml, got {'none' if self.path.is_dir() else 'no folder'}"
+            )
+        try:
+            text = self.recipe.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{self.recipe}: expected text, got something else") from None
+        return from_toml(text, str(self.recipe))
+
+    def log(self, record: dict[str, Any]) -> int:
+        """Append a line to the metrics; the file's length after it."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+            return file.tell()
+
+    def rewind_log(self, length: int) -> None:
+        """Forget the metrics written after a checkpoint that said the file was so long then."""
+        if self.metrics.exists() and self.metrics.stat().st_size > length:
+            with self.metrics.open("rb+") as file:
+                file.truncate(length)
+
+    def read_log(self) -> list[dict[str, Any]]:
+        """All records so far; a last line that was cut off is left out."""
+        if not self.metrics.exists():
+            return []
+        lines = self.metrics.read_text(encoding="utf-8").split("\n")[:-1]
+        return [json.loads(line) for line in lines]

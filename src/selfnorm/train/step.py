@@ -1,0 +1,92 @@
+"""One optimiser step, as an object that the loop calls: eager here; anything with the same call can take its place."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from selfnorm.data.batches import TrainingBatches
+from selfnorm.objective import Loss, Metrics
+
+
+class Step(Protocol):
+    """Takes step after step. Never reads the device: what went wrong is told by `failed`, which the loop reads when it likes.
+
+    failed:  a float tensor, 0, or 1 from the first step on that had a non-finite loss or gradient. No step after that one changes
+             a weight, so that the weights are still those that failed.
+    taken:   how many steps did change the weights, since the object was made.
+    """
+
+    failed: Tensor
+    taken: Tensor
+
+    def __call__(self, epoch: int, index: int, learning_rate: float) -> Metrics: ...
+
+
+class EagerStep:
+    """Batch, loss, backward, clipping, Adam, one operation after another."""
+
+    def __init__(self, loss: Loss, optimizer: torch.optim.Adam, batches: TrainingBatches, clip: float | None) -> None:
+        self.loss, self.optimizer, self.batches, self.clip = loss, optimizer, batches, clip
+        self._parameters = [parameter for parameter in loss.parameters() if parameter.requires_grad]
+        device = self._parameters[0].device
+        self.failed = torch.zeros((), device=device)
+        self.taken = torch.zeros((), device=device, dtype=torch.int64)
+
+    def __call__(self, epoch: int, index: int, learning_rate: float) -> Metrics:
+        x = self.batches.batch(epoch, index)
+        self.optimizer.zero_grad(set_to_none=True)
+        value, metrics = self.loss(x, generator=self._probe_generator(epoch, index))
+        value.backward()
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        if self.clip is not None:
+            nn.utils.clip_grads_with_norm_(self._parameters, self.clip, norm)
+        self.failed = torch.maximum(self.failed, (~torch.isfinite(norm + value)).to(self.failed))
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        # The switch that gradient scaling uses: a fused step with found_inf = 1 leaves weights and moments alone.
+        self.optimizer.found_inf = self.failed  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.taken += self.failed == 0
+        self.loss.after_step(metrics)
+        return metrics
+
+    def _probe_generator(self, epoch: int, index: int) -> torch.Generator | None:
+        return self.batches.generator("probes", epoch, index) if self.loss.probes else None
+
+
+def adam(loss: Loss) -> torch.optim.Adam:
+    """Adam as the paper has it, β = (0.9, 0.999), in its fused form."""
+    return torch.optim.Adam(loss.parameters(), lr=0.0, betas=(0.9, 0.999), fused=True)
+
+
+def learning_rate_at(step: int, steps_per_epoch: int, epochs: int, peak: float, warmup_epochs: float, decay: float) -> float:
+    """Linear from 0 over the warm-up, batch by batch, then the peak, then linear to 0 over the last part `decay` of training."""
+    total = steps_per_epoch * epochs
+    warmup = warmup_epochs * steps_per_epoch
+    rising = (step + 1) / warmup if warmup else 1.0
+    falling = (total - step) / (decay * total) if decay else 1.0
+    return peak * min(1.0, rising, falling)
+
+
+def diagnosis(loss: Loss, batches: TrainingBatches, epoch: int, index: int) -> str:
+    """Which layer was the first to leave the finite numbers, at the weights as they are and the batch of a step."""
+    x = batches.batch(epoch, index)
+    try:
+        with torch.no_grad():
+            loss.flow.log_prob(x)
+    except ValueError as error:
+        return str(error)
+    value, metrics = loss(x, generator=batches.generator("probes", epoch, index))
+    for name, error_ in zip(loss.flow.reconstruction_names, metrics.reconstruction.tolist(), strict=True):
+        if not abs(error_) < float("inf"):
+            return f"layer {name}: its reconstruction error is {error_}"
+    loss.zero_grad(set_to_none=True)
+    value.backward()
+    bad = [name for name, p in loss.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
+    loss.zero_grad(set_to_none=True)
+    # The backward pass goes from the last layer to the first and carries a NaN along: the last one named is where it began.
+    return f"{bad[-1]} is the first to get a non-finite gradient" if bad else f"the loss is {value.item()}"

@@ -1,0 +1,165 @@
+"""What a finished run is good for: evaluating, sampling and scoring with its best weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from selfnorm.data import load_dataset, read_examples
+from selfnorm.data.batches import Examples, generator_for
+from selfnorm.evaluate import Likelihood, evaluating, likelihood, log_likelihoods
+from selfnorm.files import replacing
+from selfnorm.flow import Flow, Inverse
+from selfnorm.report import figures
+from selfnorm.train.checkpoint import Checkpoint, checkpoint_in, read
+from selfnorm.train.loop import threads
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run's best checkpoint (or one file of it), ready for use on a device."""
+
+    path: Path
+    checkpoint: Checkpoint
+    flow: Flow
+    device: torch.device
+
+    @classmethod
+    def open(cls, path: Path, device: torch.device | str = "cpu") -> Trained:
+        if not path.exists():
+            raise ValueError(f"{path}: expected a run folder or a checkpoint, got nothing there")
+        file = checkpoint_in(path)
+        checkpoint = read(file)
+        return cls(file, checkpoint, checkpoint.flow().to(device), torch.device(device))
+
+    def examples(self, part: str, data_dir: str | None = None) -> Examples:
+        """A part of the run's own data: train, validation or test."""
+        recipe = self.checkpoint.recipe
+        dataset = load_dataset(recipe.data, data_dir or recipe.data_dir, levels=recipe.levels)
+        self._check_shape(dataset.train, recipe.data)
+        return Examples(getattr(dataset, part), dataset.levels, self.device)
+
+    def evaluate(self, part: str = "test", samples: int | None = None, data_dir: str | None = None) -> Likelihood:
+        """The exact likelihood of a part of the run's data."""
+        recipe = self.checkpoint.recipe
+        with threads(recipe.threads):
+            return likelihood(
+                self.flow,
+                self.examples(part, data_dir),
+                batch_size=recipe.eval_batch_size,
+                samples=samples or recipe.test_samples,
+                seed=recipe.seed,
+            )
+
+    def sample(self, n: int, inverse: Inverse, seed: int) -> Tensor:
+        """n samples in batches, on the CPU."""
+        generator = generator_for(self.device, seed, "sample")
+        size = self.checkpoint.recipe.eval_batch_size
+        with evaluating(self.flow), threads(self.checkpoint.recipe.threads):
+            batches = [self.flow.sample(min(size, n - start), inverse, generator).cpu() for start in range(0, n, size)]
+        return torch.cat(batches)
+
+    def score(self, file: Path, samples: int = 1, seed: int = 0) -> Scores:
+        """The exact log-likelihood of each row of a file, beside the training data's."""
+        table, columns = read_examples(file)
+        table = self._in_order(table, columns, file)
+        self._check_shape(table, str(file))
+        levels = self.checkpoint.levels
+        if levels is not None and int(table.max()) >= levels:
+            raise ValueError(f"{file}: expected grey levels below {levels}, as in training, got {int(table.max())}")
+        examples, size = Examples(table, levels, self.device), self.checkpoint.recipe.eval_batch_size
+        draws = 1 if levels is None else samples
+        with threads(self.checkpoint.recipe.threads):
+            log_likelihood = torch.stack(
+                [log_likelihoods(self.flow, examples.in_order(size, seed, draw)) for draw in range(draws)]
+            ).mean(0)
+        return Scores.of(log_likelihood.numpy(), self._training_scores())
+
+    def _training_scores(self) -> NDArray[np.float64]:
+        path = self.path.parent / "training_scores.npy"
+        if not path.exists():
+            raise ValueError(
+                f"{path}: expected the training data's scores, which a finished run leaves beside its checkpoint, got no file"
+            )
+        scores: NDArray[np.float64] = np.load(path, allow_pickle=False)
+        return scores
+
+    def _in_order(self, table: Tensor, columns: tuple[str, ...], file: Path) -> Tensor:
+        known = self.checkpoint.columns
+        if not known or not columns or columns == known:
+            return table
+        missing = [name for name in known if name not in columns]
+        if missing or len(columns) != len(known):
+            raise ValueError(f"{file}: expected the columns of the training data, {', '.join(known)}, got {', '.join(columns)}")
+        return table[:, [columns.index(name) for name in known]]
+
+    def _check_shape(self, table: Tensor, where: str) -> None:
+        expected, got = self.checkpoint.shape, tuple(table.shape[1:])
+        if expected != got:
+            what = (
+                f"{expected[0]} columns, as in training, got {got[0]}"
+                if len(expected) == len(got) == 1
+                else f"examples of shape {expected}, as in training, got {got}"
+            )
+            raise ValueError(f"{where}: expected {what}")
+        if (self.checkpoint.levels is not None) != (table.dtype == torch.uint8):
+            kind = "8-bit images" if self.checkpoint.levels else "real numbers"
+            raise ValueError(f"{where}: expected {kind}, as in training, got {table.dtype}")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rows by their exact log-likelihood.
+
+    rank:        1 for the least likely row of all.
+    percentile:  per cent of the training examples that are less likely than the row; near 0 for an outlier.
+    """
+
+    log_likelihood: NDArray[np.float64]
+    rank: NDArray[np.int64]
+    percentile: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, log_likelihood: NDArray[np.float64], training: NDArray[np.float64]) -> Scores:
+        rank = np.empty(len(log_likelihood), np.int64)
+        rank[np.argsort(log_likelihood, kind="stable")] = np.arange(1, len(log_likelihood) + 1)
+        percentile = 100 * np.searchsorted(training, log_likelihood) / len(training)
+        return cls(log_likelihood, rank, percentile)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One dict for each row of the file, in its order."""
+        columns = zip(self.log_likelihood.tolist(), self.rank.tolist(), self.percentile.tolist(), strict=True)
+        return [
+            {"row": row, "log_likelihood": value, "rank": rank, "percentile": percentile}
+            for row, (value, rank, percentile) in enumerate(columns)
+        ]
+
+
+def write_samples(path: Path, samples: Tensor, levels: int | None, columns: tuple[str, ...]) -> None:
+    """Samples as the file's ending says: .png, images in a grid; .csv, a table; .npy, an array (of images, in uint8)."""
+    suffix = path.suffix.lower()
+    image = levels is not None and samples.dim() == 4
+    if suffix == ".png" and image:
+        assert levels is not None
+        figures.image_grid(path, samples, levels)
+        return
+    endings = [*([".png"] if image else []), ".csv", ".npy"]
+    if suffix not in endings:
+        raise ValueError(
+            f"{path}: expected a file ending in {', '.join(endings)} for such samples, got {suffix or 'no ending'!r}"
+        )
+    values = samples.floor().clamp(0, levels - 1).to(torch.uint8) if levels is not None else samples
+    with replacing(path) as temporary:
+        if suffix == ".npy":
+            np.save(temporary, values.numpy())
+            return
+        names = columns or tuple(f"x{index}" for index in range(math.prod(samples.shape[1:])))
+        table = values.flatten(1).numpy()
+        np.savetxt(temporary, table, delimiter=",", header=",".join(names), comments="", fmt="%d" if levels else "%.9g")
