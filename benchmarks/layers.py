@@ -117,9 +117,26 @@ def main() -> None:
     for row in rows:
         print("   ".join(f"{key}: {value}" for key, value in row.items()))
     if options.json:
-        report = provenance(device, options.repeats) | {"batch": BATCH, "rows": rows}
+        source = provenance(device, options.repeats)
+        report = table(rows, source["machine"]) | {"provenance": source}
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def table(rows: list[dict[str, object]], machine: object) -> dict[str, object]:
+    """The rows in the shape that `selfnorm.report.results` reads."""
+    times = dict.fromkeys(key for row in rows for key in row if key.endswith(" ms"))
+    columns = ["name", *times, "exact / selfnorm", "lowest"]
+    return {
+        "title": f"One layer's training step, on {machine}",
+        "about": (
+            f"`surrogate` and its backward pass at batch {BATCH}, in milliseconds: medians over rounds, and the lowest ratio of "
+            "any round. Six products are the matrix products that a self-normalizing linear layer cannot do without; T(w) is the "
+            "time to build that matrix."
+        ),
+        "columns": columns,
+        "rows": [[row.get(column) for column in columns] for row in rows],
+    }
 
 
 def provenance(device: torch.device, repeats: int) -> dict[str, object]:

@@ -57,13 +57,13 @@ def test_toys_have_their_shapes():
     spirals = load_dataset("spirals").train
     spirals = spirals[spirals.norm(dim=1) > 1]
     phase = torch.atan2(spirals[:, 1], spirals[:, 0]) - 0.75 * math.pi * spirals.norm(dim=1)
-    assert (2 * phase).cos().mean() > 0.9  # two arms, half a turn apart
+    assert (2 * phase).cos().mean() > 0.8  # two arms, half a turn apart
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones():
     with pytest.raises(ValueError, match=r"digits, mnist, .*or the path of a file.*'Minst'.*did you mean mnist\?"):
         load_dataset("Minst")
-    with pytest.raises(ValueError, match="which is neither$"):
+    with pytest.raises(ValueError, match=r"which is neither$"):
         load_dataset("no/such/table.csv")
     with pytest.raises(ValueError, match="which is neither"):
         load_dataset("")

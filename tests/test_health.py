@@ -144,8 +144,9 @@ def flows():
 
 
 @pytest.mark.parametrize("name", ["fc", "conv", "glow"])
-def test_whole_flows(name):
+def test_whole_flows(name, device):
     flow, x = flows()[name]
+    flow, x = flow.to(device), x.to(device)
     flow.initialize(x)
     with torch.no_grad():
         for layer in flow.reconstruction_names:

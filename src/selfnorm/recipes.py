@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import replace
 
 import torch
@@ -137,6 +138,31 @@ def find_recipe(name: str) -> Recipe:
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ValueError(f"recipes: expected one of {', '.join(RECIPES)}, got {name!r}{hint}")
     return RECIPES[name]
+
+
+def recipe_for(data: str, shape: tuple[int, ...], examples: int, max_steps: int = 20_000, batch_size: int = 100) -> Recipe:
+    """A recipe for somebody's own data by its shape: a deep spline flow for tables, Glow for images that can be halved twice.
+
+    examples: how many there are to train on. It stops early, and is quick enough for a CPU rather than the best there can be.
+    """
+    dimensions = math.prod(shape)
+    steps = max(1, examples // batch_size)  # in an epoch
+    common = Recipe(
+        "fit",
+        data=data,
+        standardize=True,
+        weight=10.0,
+        epochs=max(1, max_steps // steps),
+        batch_size=batch_size,
+        warmup_epochs=max_steps / steps / 50,
+        decay=0.3,
+        init_examples=10_000,
+        validate_every=max(1, max_steps // steps // 50),
+        patience=10,
+    )
+    if len(shape) == 3 and dimensions > 256 and shape[1] % 4 == 0 and shape[2] % 4 == 0:
+        return replace(common, model="glow", blocks=2, steps=8, hidden=64, weight=100.0, init_examples=100, standardize=False)
+    return replace(common, layers=5, activation="spline", threads=1 if dimensions <= 256 else None)
 
 
 def build_flow(recipe: Recipe, shape: tuple[int, ...], levels: int | None) -> Flow:

@@ -152,9 +152,7 @@ def write_samples(path: Path, samples: Tensor, levels: int | None, columns: tupl
         return
     endings = [*([".png"] if image else []), ".csv", ".npy"]
     if suffix not in endings:
-        raise ValueError(
-            f"{path}: expected a file ending in {', '.join(endings)} for such samples, got {suffix or 'no ending'!r}"
-        )
+        raise ValueError(f"{path}: expected an ending among {', '.join(endings)} for such samples, got {suffix or 'none'!r}")
     values = samples.floor().clamp(0, levels - 1).to(torch.uint8) if levels is not None else samples
     with replacing(path) as temporary:
         if suffix == ".npy":

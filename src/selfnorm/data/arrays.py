@@ -40,14 +40,14 @@ def read_examples(path: str | Path) -> tuple[Tensor, tuple[str, ...]]:
 
 def _read_numpy(path: Path) -> NDArray[np.generic]:
     try:
-        loaded = np.load(path, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return loaded
-        with loaded as archive:
-            keys = list(archive)
+        with path.open("rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                return loaded
+            keys = list(loaded)
             key = next((key for key in ("data", "x") if key in keys), keys[0] if len(keys) == 1 else None)
             if key is not None:
-                return np.asarray(archive[key])
+                return np.asarray(loaded[key])
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
             f"{path}: expected an array of numbers, got a file that cannot be read as one ({error}); pickled objects are never "

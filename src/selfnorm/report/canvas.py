@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from selfnorm.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,12 +59,7 @@ def smaller(image: Image) -> bytes:
 
 
 def write(path: str | Path, content: bytes) -> None:
-    """All or nothing: whoever looks at the path sees the old picture or the new one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)

@@ -124,14 +124,14 @@ def curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Sequen
         _robust_line(ax, when, nll)
         ax.set(title="exact validation NLL", ylabel="nats")
         if np.isfinite(nll).any():
-            best = int(np.nanargmin(np.where(np.isfinite(nll), nll, np.nan)))
+            best = int(np.nanargmin(nll))
             label = f"best: {nll[best]:.2f} at epoch {when[best]:g}"
             ax.plot(when[best], nll[best], "o", color="tab:red", label=label, clip_on=False, zorder=3)
             ax.legend(frameon=False, loc="upper right")
     if panels[1]:
         ax = next(axes)
         _robust_line(ax, at, loss)
-        ax.set(title="training loss (no likelihood)", ylabel="nats")
+        ax.set(title="training loss (not a likelihood)", ylabel="nats")
     if panels[2]:
         ax = next(axes)
         _layer_lines(ax, at, reconstruction, names)
@@ -147,7 +147,7 @@ def curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Sequen
         ax.set(title="weight of the reconstruction penalty", ylabel="λ")
     for ax in figure.axes:
         ax.set_xlabel("epoch")
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         ax.grid(color="0.9")
         ax.spines[["top", "right"]].set_visible(False)
     write(path, png(rendered(figure)))
@@ -174,8 +174,8 @@ def _robust_line(ax: Axes, x: Array, y: Array) -> None:
         return
     low, middle, high = finite.min(), np.median(settled), settled.max()
     high = min(high, low + 10 * (middle - low)) if middle > low else high
-    if high > low:
-        ax.set_ylim(low - 0.06 * (high - low), high + 0.15 * (high - low))
+    span = high - low or 0.01 * abs(low) or 1.0
+    ax.set_ylim(low - 0.06 * span, high + 0.15 * span)
 
 
 def _layer_lines(ax: Axes, x: Array, y: Array, names: Sequence[str]) -> None:
@@ -184,7 +184,7 @@ def _layer_lines(ax: Axes, x: Array, y: Array, names: Sequence[str]) -> None:
     layers = y.shape[1]
     if layers <= 6:
         for index in range(layers):
-            label = names[index] or "layer" if len(names) == layers else None
+            label = f"layer {names[index]}".strip() if len(names) == layers else None
             ax.plot(x, y[:, index], label=label, color=f"C{index}", linewidth=1.2)
         if len(names) == layers:
             ax.legend(frameon=False, fontsize=8, loc="upper right", ncols=1 + (layers > 3))

@@ -1,0 +1,267 @@
+"""The command `selfnorm`: one thin function for each verb."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+import selfnorm
+from selfnorm.command import (
+    DataDir,
+    Debug,
+    Device,
+    DivergenceKind,
+    InverseKind,
+    Json,
+    OnDivergence,
+    Output,
+    Part,
+    Quiet,
+    RunFolderOption,
+    RunPath,
+    Seed,
+    Settings,
+    app,
+    command,
+    the_device,
+)
+from selfnorm.data import load_dataset
+from selfnorm.display import OUT, print_comparison, print_health, print_json, print_result, showing, table, transfers
+from selfnorm.files import replacing
+from selfnorm.health import examine, repair
+from selfnorm.recipe import Recipe, override, to_toml
+from selfnorm.recipes import DEFAULT, RECIPES, find_recipe, recipe_for
+from selfnorm.runs import Result, free_folder, resume_run, start_run
+from selfnorm.train.checkpoint import save
+from selfnorm.train.folder import RunFolder
+from selfnorm.trained import Trained, write_samples
+
+
+@command(
+    "train",
+    "selfnorm train",
+    "selfnorm train digits-fc-snf --twin",
+    "selfnorm train mnist-fc-snf --set epochs=500 --set weight=10 --data ~/data",
+    "selfnorm train --resume runs/mnist-fc-snf",
+)
+def train(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help=f"By name, see `selfnorm recipes`; default {DEFAULT}.")
+    ] = None,
+    settings: Settings = None,
+    run: RunFolderOption = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with this run instead.")] = None,
+    twin: Annotated[bool, typer.Option("--twin", help="Then train the exact-gradient twin too, and compare.")] = False,
+    data: DataDir = None,
+    seed: Annotated[int | None, typer.Option(help="Short for --set seed=…")] = None,
+    device: Device = "auto",
+    on_divergence: OnDivergence = DivergenceKind.stop,
+    quiet: Quiet = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Train a recipe, watch it, and get its exact test likelihood, samples and curves. Stop it any time; `--resume` goes on."""
+    if resume is not None:
+        if recipe or settings or run or twin or seed is not None:
+            raise ValueError("--resume: expected no recipe, --set, --run, --twin or --seed beside it; a run goes on as it began")
+        stored = RunFolder(resume).read_recipe()
+        with showing(stored, resume, quiet, json) as display, transfers(quiet or json) as on_progress:
+            result = resume_run(
+                resume, device=the_device(device), report=display, on_divergence=on_divergence.value, on_progress=on_progress
+            )
+        print_result(resume, result, json)
+        return
+    chosen = override(find_recipe(recipe or DEFAULT), settings or [])
+    if data is not None:
+        chosen = replace(chosen, data_dir=str(data.expanduser().resolve()))
+    if seed is not None:
+        chosen = replace(chosen, seed=seed)
+    folder = run or free_folder(Path("runs"), chosen.name)
+    result = _train(chosen, folder, device, on_divergence, quiet, json)
+    if not twin:
+        return
+    exact = replace(chosen, name=f"{chosen.name}-twin", kind="exact")
+    other = _train(exact, free_folder(folder.parent, f"{folder.name}-twin"), device, on_divergence, quiet, json)
+    if not json:
+        print_comparison(result, other)
+
+
+@command(
+    "fit",
+    "selfnorm fit measurements.csv",
+    "selfnorm fit images/ --set epochs=50 --run runs/images",
+    "selfnorm fit table.npy --set layers=8 --set patience=20",
+)
+def fit(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help=".csv, .npy, .npz, .parquet, or a folder of images.")],
+    settings: Settings = None,
+    run: RunFolderOption = None,
+    device: Device = "auto",
+    on_divergence: OnDivergence = DivergenceKind.rollback,
+    quiet: Quiet = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Fit a density to your own data: picks a model by its shape, standardises, holds out 10 % each to stop early and to test."""
+    if not file.exists():
+        raise ValueError(f"{file}: expected a file or a folder of images, got nothing there")
+    path = str(file.resolve())
+    dataset = load_dataset(path)
+    chosen = replace(recipe_for(path, dataset.shape, len(dataset.train)), name=f"fit-{file.resolve().stem}")
+    chosen = override(chosen, settings or [])
+    _train(chosen, run or free_folder(Path("runs"), chosen.name), device, on_divergence, quiet, json)
+
+
+@command("eval", "selfnorm eval runs/digits-fc-snf", "selfnorm eval runs/mnist-fc-snf --samples 20 --data ~/data --json")
+def evaluate(
+    run: RunPath,
+    part: Annotated[Part, typer.Option(help="Which part of the run's data.")] = Part.test,
+    samples: Annotated[int | None, typer.Option(min=1, help="Dequantisation samples; by default the recipe's.")] = None,
+    data: DataDir = None,
+    device: Device = "auto",
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """The exact likelihood of a run's best weights on its data."""
+    trained = Trained.open(run, the_device(device))
+    found = trained.evaluate(part.value, samples, str(data) if data else None)
+    if json:
+        print_json({"run": str(run), "part": part.value, **asdict(found)})
+    else:
+        OUT.print(f"{trained.checkpoint.recipe.name}, {part.value}: {found}")
+
+
+@command(
+    "sample",
+    "selfnorm sample runs/digits-fc-snf -n 64 -o samples.png",
+    "selfnorm sample runs/fit-measurements -n 1000 --inverse exact -o samples.csv",
+)
+def sample(
+    run: RunPath,
+    n: Annotated[int, typer.Option("-n", min=1, help="How many.")] = 64,
+    inverse: Annotated[
+        InverseKind, typer.Option(help="learned is fastest; exact and refined follow the model's density.")
+    ] = InverseKind.learned,
+    output: Output = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    debug: Debug = False,
+) -> None:
+    """Draw samples into a file: .png for images, .csv or .npy for any."""
+    trained = Trained.open(run, the_device(device))
+    checkpoint = trained.checkpoint
+    image = checkpoint.levels is not None and len(checkpoint.shape) == 3
+    output = output or Path("samples.png" if image else "samples.csv")
+    write_samples(output, trained.sample(n, inverse.value, seed), checkpoint.levels, checkpoint.columns)
+    OUT.print(f"{n} samples by the {inverse.value} inverse in {output}")
+
+
+@command("score", "selfnorm score runs/fit-measurements new.csv", "selfnorm score runs/fit-measurements new.csv -o scores.csv")
+def score(
+    run: RunPath,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Data like that of the run.")],
+    output: Output = None,
+    samples: Annotated[int, typer.Option(min=1, help="Dequantisation samples, for images.")] = 1,
+    seed: Seed = 0,
+    device: Device = "auto",
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """The exact log-likelihood of each row, to find outliers: rank 1 is the least likely row of the file, and percentile says how
+    many per cent of the training data are less likely still."""
+    if not file.exists():
+        raise ValueError(f"{file}: expected a file or a folder of images, got nothing there")
+    rows = Trained.open(run, the_device(device)).score(file, samples, seed).rows()
+    if json:
+        for row in rows:
+            print_json(row)
+    elif output is None:
+        writer = csv.DictWriter(sys.stdout, rows[0].keys(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    else:
+        with replacing(output) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
+            writer = csv.DictWriter(stream, rows[0].keys(), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        OUT.print(f"{len(rows)} rows in {output}")
+
+
+@command("recipes", "selfnorm recipes", "selfnorm recipes mnist-glow-snf")
+def recipes(
+    name: Annotated[str | None, typer.Argument(metavar="RECIPE", help="Show all settings of one.")] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """List the recipes, or show one with all its settings."""
+    if name is not None:
+        chosen = find_recipe(name)
+        if json:
+            print_json(asdict(chosen))
+        else:
+            OUT.print(to_toml(chosen), end="", markup=False)
+        return
+    if json:
+        for each in RECIPES.values():
+            print_json(asdict(each))
+        return
+    rows = [(each.name, each.data, _model(each), f"{each.epochs}", each.paper) for each in RECIPES.values()]
+    OUT.print(table("Recipes", ("name", "data", "model", "epochs", "the paper has"), rows))
+
+
+@command("doctor", "selfnorm doctor runs/digits-fc-snf", "selfnorm doctor runs/digits-fc-snf --repair")
+def doctor(
+    run: RunPath,
+    repair_: Annotated[bool, typer.Option("--repair", help="Write a new checkpoint with every learned inverse mended.")] = False,
+    output: Output = None,
+    examples: Annotated[int, typer.Option(min=2, help="How many training examples to look at.")] = 200,
+    data: DataDir = None,
+    device: Device = "auto",
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """How good the learned inverses are, layer by layer, and what that does to gradients and samples.
+
+    `--repair` writes a new checkpoint, repaired.safetensors beside the old one unless `-o` names another: exact inverses for
+    linear layers and 1×1 kernels, least squares for larger ones, where that improves on what was learned.
+    """
+    trained = Trained.open(run, the_device(device))
+    x = trained.examples("train", str(data) if data else None).spread(examples, seed=0)
+    print_health(examine(trained.flow, x), json)
+    if not repair_:
+        return
+    mended = repair(trained.flow, x)
+    output = output or trained.path.with_name("repaired.safetensors")
+    tensors = {f"loss.flow.{name}": value for name, value in trained.flow.state_dict().items()}
+    save(output, replace(trained.checkpoint, tensors=tensors))
+    if not json:
+        OUT.print(f"\nmended {', '.join(mended) or 'nothing'}; written to {output}")
+    print_health(examine(trained.flow, x), json)
+
+
+@app.callback(invoke_without_command=True)
+def version(show: Annotated[bool, typer.Option("--version", help="Show the version.")] = False) -> None:
+    if show:
+        OUT.print(f"selfnorm {selfnorm.__version__}, torch {torch.__version__}")
+        raise typer.Exit
+
+
+def _train(recipe: Recipe, folder: Path, device: str, on_divergence: DivergenceKind, quiet: bool, as_json: bool) -> Result:
+    with showing(recipe, folder, quiet, as_json) as display, transfers(quiet or as_json) as on_progress:
+        result = start_run(
+            recipe, folder, device=the_device(device), report=display, on_divergence=on_divergence.value, on_progress=on_progress
+        )
+    print_result(folder, result, as_json)
+    return result
+
+
+def _model(recipe: Recipe) -> str:
+    depth = {"fc": f"{recipe.layers} layers", "conv": f"{recipe.blocks}×{recipe.layers_per_block} layers"}
+    size = depth.get(recipe.model, f"{recipe.blocks}L-{recipe.steps}K")
+    return f"{recipe.model} {size}, {recipe.kind}"

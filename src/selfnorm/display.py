@@ -1,0 +1,197 @@
+"""What the command shows while it works: a live line for people, plain lines for logs, JSON lines for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from selfnorm.health import FlowHealth
+from selfnorm.recipe import Recipe
+from selfnorm.runs import Result
+from selfnorm.train.folder import RunFolder
+from selfnorm.train.stopping import DivergedError, StoppedError
+
+# Results go to stdout, all else to stderr, so that the former can be piped.
+OUT = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 160)
+ERR = Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+def print_json(record: Any) -> None:
+    """One line of JSON on stdout; infinities, for which JSON has no word, as null."""
+    print(json.dumps(_plain(record), allow_nan=False), flush=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    """A plain table; the first column is never cut."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        made.add_column(column, no_wrap=index == 0)
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+class TrainingDisplay:
+    """Shows a run's records as they come. Use it as the loop's `report`, inside `with`."""
+
+    def __init__(self, recipe: Recipe, *, quiet: bool = False, as_json: bool = False) -> None:
+        self.recipe, self.quiet, self.as_json = recipe, quiet, as_json
+        self._live: Progress | None = None
+        self._task = TaskID(0)
+        self._shown = {"epoch": "0", "loss": "–", "nll": "–", "error": "–"}
+        self._line_at = -math.inf
+
+    def __enter__(self) -> TrainingDisplay:
+        if not self.quiet and not self.as_json and ERR.is_terminal:
+            self._live = Progress(
+                TextColumn("[bold]{task.description}[/]"),
+                BarColumn(bar_width=24),
+                TextColumn("epoch {task.fields[epoch]}"),
+                TextColumn("loss {task.fields[loss]}"),
+                TextColumn("exact NLL {task.fields[nll]}"),
+                TextColumn("‖RWh−h‖²/D {task.fields[error]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=ERR,
+            )
+            self._task = self._live.add_task(self.recipe.name, total=None, **self._shown)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        kind = record["kind"]
+        if self.as_json:
+            if kind != "step":
+                print_json(record)
+            return
+        if self.quiet:
+            return
+        if kind == "epoch":
+            self._shown |= {"epoch": f"{record['epoch']}/{self.recipe.epochs}", "loss": f"{record['loss']:.2f}"}
+            if record["reconstruction"]:
+                self._shown["error"] = f"{max(record['reconstruction']):.1e}"
+        elif kind == "validation":
+            self._shown["nll"] = f"{record['nll']:.2f} (best {record['best']:.2f})"
+        elif kind == "rollback":
+            raised = max(record["weight"], default=0.0)
+            ERR.print(f"[yellow]rolled back to epoch {record['epoch']}, λ raised to {raised:g}:[/] {record['reason']}")
+        if self._live:
+            if kind == "step":
+                self._live.update(self._task, total=record["total"], completed=record["step"], **self._shown)
+        elif kind == "validation" and time.monotonic() - self._line_at > 5:
+            self._line_at = time.monotonic()
+            epoch, loss, nll, error = self._shown.values()
+            name, seconds = self.recipe.name, record["seconds"]
+            ERR.print(f"{name}: epoch {epoch}, loss {loss}, exact NLL {nll}, ‖RWh−h‖²/D {error}, {seconds:.0f} s")
+
+
+@contextmanager
+def transfers(quiet: bool) -> Iterator[Any]:
+    """A callback that shows downloads and conversions, on_progress(what, done, total)."""
+    if quiet or not ERR.is_terminal:
+        yield None
+        return
+    with Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), console=ERR, transient=True) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def show(what: str, done: int, total: int | None) -> None:
+            if what not in tasks:
+                tasks[what] = progress.add_task(what)
+            progress.update(tasks[what], completed=done, total=total)
+
+        yield show
+
+
+@contextmanager
+def showing(recipe: Recipe, folder: Path, quiet: bool, as_json: bool) -> Iterator[TrainingDisplay]:
+    """A display for a run in a folder; errors that end the run say what is left of it and how to go on."""
+    try:
+        with TrainingDisplay(recipe, quiet=quiet, as_json=as_json) as display:
+            yield display
+    except StoppedError as error:
+        error.args = (f"{error}, all saved; go on with: selfnorm train --resume {folder}",)
+        raise
+    except DivergedError as error:
+        error.args = (f"{error}. The best and the last good checkpoint are in {folder}",)
+        raise
+
+
+def print_result(folder: Path, result: Result, as_json: bool) -> None:
+    """The exact test likelihood, and where everything is."""
+    if as_json:
+        return  # it came as the last record
+    OUT.print(f"[bold]{result.recipe}[/]: test NLL {result.test}")
+    OUT.print(f"  {result.epochs} epochs in {result.seconds:.0f} s, best at epoch {result.best_epoch} by exact validation NLL")
+    files = RunFolder(folder)
+    for what, path in (("samples", files.samples), ("curves", files.curves), ("checkpoint", files.best)):
+        OUT.print(f"  {what:<10} {path}")
+
+
+def print_comparison(result: Result, twin: Result) -> None:
+    """A run beside its exact-gradient twin."""
+    rows = [
+        (each.recipe, f"{each.test.nll:.2f} ± {each.test.standard_error:.2f}", f"{each.seconds:.0f}") for each in (result, twin)
+    ]
+    OUT.print(table("Exact test NLL", ("", "nats", "seconds"), rows))
+    OUT.print(f"difference {result.test.nll - twin.test.nll:+.2f} nats")
+
+
+def print_health(health: FlowHealth, as_json: bool) -> None:
+    """What `examine` found."""
+    if as_json:
+        print_json(asdict(health))
+        return
+    columns = (
+        "layer",
+        "D",
+        "‖RW−I‖/√D",
+        "cond W",
+        "data error",
+        "noise error",
+        "log-det angle",
+        "gradient angle",
+        "gradient size",
+    )
+    rows = [
+        (
+            f"{layer.name} {layer.layer.split('(')[0]}",
+            f"{layer.dimensions}",
+            f"{layer.distance:.2e}",
+            "–" if layer.condition is None else f"{layer.condition:.1f}",
+            f"{layer.data_reconstruction:.1e}",
+            f"{layer.noise_reconstruction:.1e}",
+            f"{layer.log_det_angle:.2f}°",
+            f"{layer.angle:.2f}°",
+            f"{layer.gradient_size:.1e}",
+        )
+        for layer in health.layers
+    ]
+    OUT.print(table("Learned inverses", columns, rows) if rows else "No layer learns its inverse.")
+    trips = ", ".join(f"{inverse} {error:.1e}" for inverse, error in health.round_trip.items())
+    OUT.print(f"round trip of prior samples, ‖f(g(z)) − z‖/‖z‖: {trips}")
+    for note in health.notes:
+        OUT.print(f"note: {note}", markup=False)
