@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from selfnorm.data import cifar10, load_dataset, mnist
-from selfnorm.data.files import cache_folder, data_folder, replacing
+from selfnorm.data.files import cache_folder, data_folder
+from selfnorm.files import replacing_file
 
 
 def idx(count, magic=2051, sides=(28, 28), seed=0):
@@ -174,12 +175,12 @@ def test_a_cache_home_that_is_no_absolute_path_does_not_count(tmp_path, monkeypa
 def test_a_file_appears_whole_or_not_at_all(tmp_path, fault):
     target = tmp_path / "file"
     target.write_bytes(b"old")
-    with pytest.raises(type(fault)), replacing(target) as file:
+    with pytest.raises(type(fault)), replacing_file(target) as file:
         file.write(b"half")
         raise fault
     assert target.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [target]
-    with replacing(target) as file:
+    with replacing_file(target) as file:
         file.write(b"new")
         assert target.read_bytes() == b"old"
     assert target.read_bytes() == b"new"

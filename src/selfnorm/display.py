@@ -57,7 +57,7 @@ class TrainingDisplay:
         self.recipe, self.quiet, self.as_json = recipe, quiet, as_json
         self._live: Progress | None = None
         self._task = TaskID(0)
-        self._shown = {"epoch": "0", "loss": "–", "nll": "–", "error": "–"}
+        self._shown: dict[str, Any] = {"epoch": "0", "loss": "–", "nll": "–", "error": "–"}
         self._line_at = -math.inf
 
     def __enter__(self) -> TrainingDisplay:

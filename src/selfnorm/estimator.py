@@ -24,7 +24,8 @@ Floats = NDArray[np.float64]
 class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignore[misc]
     """The density of a table, learned by a flow of linear layers and splines; exact log-likelihoods, samples and outliers.
 
-    layers:               linear layers, with learned splines between them.
+    layers:               linear layers, with learned splines between them; by default by the number of columns.
+    learning_rate:        of Adam; likewise.
     kind:                 "selfnorm" for layers that learn their inverse, "exact" for exact gradients.
     max_steps:            optimiser steps at most; training stops before if validation_fraction of the rows stops improving.
     patience:             how many validations without a new best it waits for, a validation every 2 % of max_steps.
@@ -32,7 +33,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
     random_state:         seeds everything: split, weights, order.
     device:               where to train; the fitted flow scores on the CPU, in float64.
 
-    Fitted: flow_, a `Flow`; offset_, the log-likelihood below which a row is an outlier; validation_nll_; n_steps_; n_features_in_.
+    Fitted: flow_, a `Flow`; offset_, the log-likelihood below which a row is an outlier; validation_nll_; n_steps_.
 
     >>> rows = np.random.default_rng(0).normal(size=(200, 2))
     >>> model = SelfNormDensity(max_steps=100, random_state=0).fit(rows)
@@ -43,12 +44,12 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
     def __init__(
         self,
         *,
-        layers: int = 5,
+        layers: int | None = None,
         kind: str = "selfnorm",
         reconstruction_weight: float = 10.0,
         max_steps: int = 5000,
         batch_size: int = 100,
-        learning_rate: float = 1e-3,
+        learning_rate: float | None = None,
         validation_fraction: float = 0.1,
         patience: int = 10,
         contamination: float = 0.1,
@@ -81,13 +82,13 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         recipe = replace(
             recipe_for("table", dataset.shape, len(dataset.train), self.max_steps, self.batch_size),
             name="SelfNormDensity",
-            layers=self.layers,
             kind=self.kind,
             weight=self.reconstruction_weight,
-            learning_rate=self.learning_rate,
             patience=self.patience,
             seed=int(random.randint(2**31)),
         )
+        given: dict[str, Any] = {"layers": self.layers, "learning_rate": self.learning_rate}
+        recipe = replace(recipe, **{name: value for name, value in given.items() if value is not None})
         trainer = Trainer(recipe, dataset, device=self.device, on_divergence="rollback")
         trainer.start()
         best = trainer.run()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary name beside `path` to write to; at the end it takes path's place, or vanishes if the writing failed."""
-    # The suffix stays, since some writers choose a format by it.
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
+    if not path.parent.is_dir():
+        raise OSError(f"{path}: expected a folder to write it to, got none at {path.parent}")
+    # The ending stays, since some writers choose a format by it.
+    temporary = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.part{path.suffix}")
     try:
         yield temporary
         with temporary.open("rb+") as written:
@@ -20,6 +24,13 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_file(path: Path) -> Iterator[BinaryIO]:
+    """The same, opened for writing bytes."""
+    with replacing(path) as temporary, temporary.open("xb") as file:
+        yield file
 
 
 def write_text(path: Path, text: str) -> None:

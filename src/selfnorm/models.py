@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
+from torch import nn
+
 from selfnorm.bijection import Bijection, Chain
 from selfnorm.checks import count, event_shape
 from selfnorm.flow import Flow, StandardNormal
@@ -17,17 +20,13 @@ from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
 from selfnorm.layers.spline import SplineActivation
 
 Size = int | Sequence[int]
-Layer = TypeVar("Layer")
+Kind = TypeVar("Kind")
 
 # Each kind of linear layer, by name; a new method joins here. The builders' options reach the kinds that have a use for them.
 LINEAR: dict[str, Callable[[int], Bijection]] = {"selfnorm": SelfNormLinear, "exact": ExactLinear}
 CONV: dict[str, Callable[[int, Size, Size | None], Bijection]] = {
     "selfnorm": SelfNormConv2d,
     "exact": lambda channels, kernel_size, inverse_kernel_size: ExactConv2d(channels, kernel_size),
-}
-ACTIVATION: dict[str, Callable[[int, float], Bijection]] = {
-    "leaky": lambda features, alpha: SmoothLeakyReLU(alpha),
-    "spline": lambda features, alpha: SplineActivation((features,)),
 }
 MIX: dict[str, Callable[[int, Size], Bijection]] = {"selfnorm": SelfNormConv2d, "exact": ExactConv2d}
 
@@ -40,6 +39,8 @@ def fc_flow(
     levels: int | None = None,
     *,
     activation: str = "leaky",
+    bins: int = 5,
+    rotate: bool = False,
     standardize: bool = False,
 ) -> Flow:
     """Linear layers with an activation between them, on the flattened example; the paper's has 2 of 784.
@@ -47,16 +48,17 @@ def fc_flow(
     shape:        one example's shape, such as 784 or (1, 28, 28); samples come back in it.
     linear:       which layer: selfnorm or exact.
     levels:       with levels=256 the flow takes dequantised pixels in [0, 256), and its likelihood is in pixel units.
-    activation:   leaky, the paper's `SmoothLeakyReLU(alpha)`, or spline, one learned curve for each entry.
+    activation:   leaky, the paper's `SmoothLeakyReLU(alpha)`, or spline, one learned curve of so many bins for each entry.
+    rotate:       start the linear layers as random rotations instead of near the identity: better with few dimensions.
     standardize:  put a `Standardize` in front (behind the logit), which `flow.initialize(x)` sets.
     """
     shape = event_shape("fc_flow", shape)
     make = _kind("fc_flow", "linear", LINEAR, linear)
     features = math.prod(shape)
-    between = _kind("fc_flow", "activation", ACTIVATION, activation)
+    between = _kind("fc_flow", "activation", _activations(features, alpha, bins), activation)
     body: list[Bijection] = [Flatten(shape)]
     for index in range(count("fc_flow", "layers", layers)):
-        body += ([between(features, alpha)] if index else []) + [make(features)]
+        body += ([between()] if index else []) + [_rotated(make(features), features) if rotate else make(features)]
     return Flow(Chain(*_front_end("fc_flow", shape, levels, standardize), *body), StandardNormal((features,)))
 
 
@@ -129,13 +131,24 @@ def glow(
     return Flow(Chain(*_front_end("glow", shape, levels, standardize), *block(blocks, *size)), StandardNormal((math.prod(size),)))
 
 
+def _activations(features: int, alpha: float, bins: int) -> dict[str, Callable[[], Bijection]]:
+    return {"leaky": lambda: SmoothLeakyReLU(alpha), "spline": lambda: SplineActivation((features,), bins)}
+
+
+def _rotated(layer: Bijection, features: int) -> Bijection:
+    """The layer with a random rotation for its weight; a learned inverse follows from that."""
+    state = {"weight": nn.init.orthogonal_(torch.empty(features, features)), "bias": torch.zeros(features)}
+    layer.load_state_dict(state)
+    return layer
+
+
 def _front_end(who: str, shape: Sequence[int], levels: int | None, standardize: bool) -> list[Bijection]:
     """Dequantised values in [0, levels) to the real line, and there to a common scale."""
     front: list[Bijection] = [] if levels is None else [Affine(0.0, 1 / count(who, "levels", levels)), Logit()]
     return [*front, Standardize(shape)] if standardize else front
 
 
-def _kind(who: str, name: str, kinds: dict[str, Layer], kind: str) -> Layer:
+def _kind(who: str, name: str, kinds: dict[str, Kind], kind: str) -> Kind:
     if kind not in kinds:
         raise ValueError(f"{who}: expected {name} to be one of {', '.join(kinds)}, got {kind!r}")
     return kinds[kind]

@@ -30,6 +30,8 @@ class Recipe:
     layers: int = 2  # fc: linear layers
     activation: Literal["leaky", "spline"] = "leaky"  # fc: between them
     alpha: float = 0.3  # fc: of the leaky activation
+    bins: int = 5  # fc: of the spline activation
+    rotate: bool = False  # fc: start from random rotations instead of near the identity
     blocks: int = 3  # conv, glow
     layers_per_block: int = 3  # conv
     steps: int = 16  # glow: steps of flow in a block
@@ -74,7 +76,7 @@ _TINY = math.ulp(0.0)
 _LIMITS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("jitter", "weight", "tolerance", "damping", "probes", "warmup_epochs", "seed"), (0, math.inf)),
     **dict.fromkeys(
-        ("layers", "blocks", "layers_per_block", "steps", "hidden", "kernel_size", "inverse_kernel_size"), (1, math.inf)
+        ("layers", "bins", "blocks", "layers_per_block", "steps", "hidden", "kernel_size", "inverse_kernel_size"), (1, math.inf)
     ),
     **dict.fromkeys(("epochs", "batch_size", "threads", "validate_every", "patience"), (1, math.inf)),
     **dict.fromkeys(("eval_batch_size", "test_samples"), (1, math.inf)),

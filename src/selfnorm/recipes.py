@@ -77,10 +77,13 @@ _IMAGENET_GLOW = Recipe(
 _TOY = Recipe(
     "moons-fc-snf",
     data="moons",
-    layers=6,
+    layers=8,
     activation="spline",
+    bins=16,
+    rotate=True,
     standardize=True,
     weight=10.0,
+    learning_rate=5e-3,
     epochs=30,
     warmup_epochs=1.0,
     decay=0.5,
@@ -162,7 +165,10 @@ def recipe_for(data: str, shape: tuple[int, ...], examples: int, max_steps: int 
     )
     if len(shape) == 3 and dimensions > 256 and shape[1] % 4 == 0 and shape[2] % 4 == 0:
         return replace(common, model="glow", blocks=2, steps=8, hidden=64, weight=100.0, init_examples=100, standardize=False)
-    return replace(common, layers=5, activation="spline", threads=1 if dimensions <= 256 else None)
+    # Rotations mix a few columns at once; among many, each of its own scale and shape, the identity was the better start.
+    few = dimensions <= 4
+    table = replace(common, layers=5, activation="spline", rotate=few, threads=1 if dimensions <= 256 else None)
+    return replace(table, bins=16, learning_rate=5e-3, layers=8) if few else table
 
 
 def build_flow(recipe: Recipe, shape: tuple[int, ...], levels: int | None) -> Flow:
@@ -177,6 +183,8 @@ def build_flow(recipe: Recipe, shape: tuple[int, ...], levels: int | None) -> Fl
                 recipe.alpha,
                 levels,
                 activation=recipe.activation,
+                bins=recipe.bins,
+                rotate=recipe.rotate,
                 standardize=recipe.standardize,
             )
         if recipe.model == "conv":

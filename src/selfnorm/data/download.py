@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple, Protocol
 
-from selfnorm.data.files import Progress, replacing
+from selfnorm.data.files import Progress
+from selfnorm.files import replacing_file
 
 CHUNK = 1 << 18
 TIMEOUT = 30.0  # seconds without a byte
@@ -104,7 +105,7 @@ def _chunks(who: str, url: str, wanted: str) -> Iterator[tuple[bytes, int, int |
 
 def _save(who: str, url: str, source: Readable, target: Path, expected: Expected) -> None:
     digest, done = hashlib.sha256(), 0
-    with replacing(target) as file:
+    with replacing_file(target) as file:
         while chunk := source.read(min(CHUNK, expected.size + 1 - done)):
             digest.update(chunk)
             file.write(chunk)

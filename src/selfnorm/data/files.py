@@ -1,14 +1,12 @@
-"""Where data files are looked for, and how a new one appears: whole, or not at all."""
+"""Where data files are looked for, and what to say of those that are not there."""
 
 from __future__ import annotations
 
 import os
-import secrets
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 Progress = Callable[[str, int, int | None], None]
 
@@ -50,21 +48,6 @@ def missing(who: str, folder: Path, names: Sequence[str], source: str) -> ValueE
     absent = [name for name in names if not (folder / name).exists()]
     got = f"all but {', '.join(absent)}" if len(absent) < len(names) else "none of them"
     return ValueError(f"{who}: expected {', '.join(names)} in {folder}, got {got}; get them from {source}")
-
-
-@contextmanager
-def replacing(target: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes the name `target` when the block has ended well, and is removed when it has not."""
-    part = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
-    try:
-        with part.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(target)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def require(module: str, who: str, package: str) -> Any:

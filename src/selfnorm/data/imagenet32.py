@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selfnorm.data.dataset import Dataset, permutation
-from selfnorm.data.files import Progress, cache_folder, data_folder, locate, missing, replacing
+from selfnorm.data.files import Progress, cache_folder, data_folder, locate, missing
 from selfnorm.data.images import image_files, read_image
+from selfnorm.files import replacing_file
 
 URL = "https://image-net.org/download-images (downsampled, 32 × 32, npz format), which asks for an account"
 PLACES = ("imagenet32", "")
@@ -106,7 +107,7 @@ def _convert(train: list[Path], test: Path, folder: Path, record: dict[str, Any]
     if not all(sizes.values()):
         raise ValueError(f"imagenet32: expected at least 10 training and 1 test image in {test.parent}, got {total} and {tests}")
     with ExitStack() as stack:
-        files = {part: stack.enter_context(replacing(folder / f"{part}.npy")) for part in PARTS}
+        files = {part: stack.enter_context(replacing_file(folder / f"{part}.npy")) for part in PARTS}
         for part, file in files.items():
             npy.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (sizes[part], *SHAPE)})
         done = 0
@@ -122,7 +123,7 @@ def _convert(train: list[Path], test: Path, folder: Path, record: dict[str, Any]
                 if on_progress:
                     on_progress("converting imagenet32", done, total + tests)
         (folder / "sources.json").unlink(missing_ok=True)
-    with replacing(folder / "sources.json") as file:
+    with replacing_file(folder / "sources.json") as file:
         file.write(json.dumps(record).encode())
 
 

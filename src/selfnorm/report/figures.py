@@ -136,7 +136,7 @@ def curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Sequen
         ax = next(axes)
         _layer_lines(ax, at, reconstruction, names)
         ax.set_yscale("log", nonpositive="mask")
-        ax.set(title="reconstruction error", ylabel="‖RWh − h‖²")
+        ax.set(title="reconstruction error", ylabel="‖RWh − h‖²/D")
     if panels[3]:
         ax = next(axes)
         alike = (weight == weight[:, :1]).all()
