@@ -1,5 +1,8 @@
 """Self normalizing flows (Keller et al., ICML 2021): flows that learn their own inverse and train without determinants."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from selfnorm.bijection import Bijection, Chain, Surrogate
 from selfnorm.flow import Flow, StandardNormal
 from selfnorm.inverses import SingularWeightError
@@ -9,6 +12,10 @@ from selfnorm.layers.exact import Conv1x1, ExactConv2d, ExactLinear
 from selfnorm.layers.image import Flatten, Split, Squeeze
 from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
 from selfnorm.layers.spline import SplineActivation
+
+if TYPE_CHECKING:
+    from selfnorm.estimator import SelfNormDensity
+    from selfnorm.train.checkpoint import load
 
 __version__ = "0.1.0"
 
@@ -26,6 +33,7 @@ __all__ = [
     "Flow",
     "Logit",
     "SelfNormConv2d",
+    "SelfNormDensity",
     "SelfNormLinear",
     "SingularWeightError",
     "SmoothLeakyReLU",
@@ -35,4 +43,18 @@ __all__ = [
     "StandardNormal",
     "Standardize",
     "Surrogate",
+    "load",
 ]
+
+# scikit-learn and safetensors take as long to import as all the rest: they wait for the first use of what needs them.
+_LATER = {"SelfNormDensity": "selfnorm.estimator", "load": "selfnorm.train.checkpoint"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LATER[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

@@ -205,7 +205,7 @@ def recipes(
         if json:
             print_json(asdict(chosen))
         else:
-            OUT.print(to_toml(chosen), end="", markup=False)
+            OUT.print(to_toml(chosen), end="")
         return
     if json:
         for each in RECIPES.values():

@@ -84,7 +84,7 @@ def command(name: str, *examples: str) -> Callable[[Callable[..., None]], Callab
                 known = isinstance(error, ValueError | OSError | DivergedError | MemoryError | torch.OutOfMemoryError)
                 line = " ".join((str(error) or type(error).__name__).split())
                 hint = "" if known else f" ({type(error).__name__}; --debug shows where)"
-                ERR.print(f"selfnorm: {line}{hint}", markup=False)
+                ERR.print(f"selfnorm: {line}{hint}")
                 raise typer.Exit(3 if isinstance(error, DivergedError) else 1) from None
 
         epilog = "Examples:\n\n" + "\n\n".join(f"`{example}`" for example in examples)
@@ -101,7 +101,7 @@ def the_device(name: str) -> torch.device:
         return accelerator or torch.device("cpu")
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=device).item()  # read back, which "meta" cannot
     except (RuntimeError, AssertionError):
         raise ValueError(f"--device: expected a device of this machine, got {name!r}; auto takes what there is") from None
     return device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from selfnorm.health import FlowHealth
 from selfnorm.recipe import Recipe
@@ -22,9 +24,9 @@ from selfnorm.runs import Result
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.stopping import DivergedError, StoppedError
 
-# Results go to stdout, all else to stderr, so that the former can be piped.
-OUT = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 160)
-ERR = Console(stderr=True, soft_wrap=True, highlight=False)
+# Results go to stdout, all else to stderr, so that the former can be piped. No markup: a path may have brackets in it.
+OUT = Console(soft_wrap=True, highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 160)
+ERR = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 def print_json(record: Any) -> None:
@@ -63,7 +65,7 @@ class TrainingDisplay:
     def __enter__(self) -> TrainingDisplay:
         if not self.quiet and not self.as_json and ERR.is_terminal:
             self._live = Progress(
-                TextColumn("[bold]{task.description}[/]"),
+                TextColumn("{task.description}", style="bold", markup=False),
                 BarColumn(bar_width=24),
                 TextColumn("epoch {task.fields[epoch]}"),
                 TextColumn("loss {task.fields[loss]}"),
@@ -98,7 +100,7 @@ class TrainingDisplay:
             self._shown["nll"] = f"{record['nll']:.2f} (best {record['best']:.2f})"
         elif kind == "rollback":
             raised = max(record["weight"], default=0.0)
-            ERR.print(f"[yellow]rolled back to epoch {record['epoch']}, λ raised to {raised:g}:[/] {record['reason']}")
+            ERR.print(f"rolled back to epoch {record['epoch']}, λ raised to {raised:g}: {record['reason']}", style="yellow")
         if self._live:
             if kind == "step":
                 self._live.update(self._task, total=record["total"], completed=record["step"], **self._shown)
@@ -115,7 +117,9 @@ def transfers(quiet: bool) -> Iterator[Any]:
     if quiet or not ERR.is_terminal:
         yield None
         return
-    with Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), console=ERR, transient=True) as progress:
+    with Progress(
+        TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn(), console=ERR, transient=True
+    ) as progress:
         tasks: dict[str, TaskID] = {}
 
         def show(what: str, done: int, total: int | None) -> None:
@@ -133,7 +137,7 @@ def showing(recipe: Recipe, folder: Path, quiet: bool, as_json: bool) -> Iterato
         with TrainingDisplay(recipe, quiet=quiet, as_json=as_json) as display:
             yield display
     except StoppedError as error:
-        error.args = (f"{error}, all saved; go on with: selfnorm train --resume {folder}",)
+        error.args = (f"{error}, all saved; go on with: selfnorm train --resume {shlex.quote(str(folder))}",)
         raise
     except DivergedError as error:
         error.args = (f"{error}. The best and the last good checkpoint are in {folder}",)
@@ -144,7 +148,7 @@ def print_result(folder: Path, result: Result, as_json: bool) -> None:
     """The exact test likelihood, and where everything is."""
     if as_json:
         return  # it came as the last record
-    OUT.print(f"[bold]{result.recipe}[/]: test NLL {result.test}")
+    OUT.print(Text.assemble((result.recipe, "bold"), f": test NLL {result.test}"))
     OUT.print(f"  {result.epochs} epochs in {result.seconds:.0f} s, best at epoch {result.best_epoch} by exact validation NLL")
     files = RunFolder(folder)
     for what, path in (("samples", files.samples), ("curves", files.curves), ("checkpoint", files.best)):
@@ -194,4 +198,4 @@ def print_health(health: FlowHealth, as_json: bool) -> None:
     trips = ", ".join(f"{inverse} {error:.1e}" for inverse, error in health.round_trip.items())
     OUT.print(f"round trip of prior samples, ‖f(g(z)) − z‖/‖z‖: {trips}")
     for note in health.notes:
-        OUT.print(f"note: {note}", markup=False)
+        OUT.print(f"note: {note}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any, Self
 
@@ -9,14 +10,18 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, DensityMixin, OutlierMixin
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from selfnorm.bijection import Chain, located
 from selfnorm.data.dataset import Dataset
 from selfnorm.evaluate import evaluating
-from selfnorm.flow import Inverse
+from selfnorm.flow import Flow, Inverse
+from selfnorm.layers.elementwise import Standardize
 from selfnorm.recipes import recipe_for
 from selfnorm.train.loop import Trainer, threads
+from selfnorm.train.stopping import DivergedError
 
 Floats = NDArray[np.float64]
 
@@ -27,7 +32,9 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
     layers:               linear layers, with learned splines between them; by default by the number of columns.
     learning_rate:        of Adam; likewise.
     kind:                 "selfnorm" for layers that learn their inverse, "exact" for exact gradients.
-    max_steps:            optimiser steps at most; training stops before if validation_fraction of the rows stops improving.
+    reconstruction_weight: λ, how much the learned inverses matter beside the likelihood.
+    max_steps:            optimiser steps of batch_size rows at most, though at least one epoch; training stops before that if
+                          validation_fraction of the rows stops improving.
     patience:             how many validations without a new best it waits for, a validation every 2 % of max_steps.
     contamination:        the part of the training rows that `predict` calls outliers.
     random_state:         seeds everything: split, weights, order.
@@ -70,19 +77,25 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
 
     def fit(self, X: ArrayLike, y: object = None) -> Self:
         """Learn the density of the rows of X."""
-        table = validate_data(self, X, dtype=np.float64, ensure_min_samples=2)
+        table = validate_data(self, X, dtype=np.float64, ensure_min_samples=3)
         for name, value in (("contamination", self.contamination), ("validation_fraction", self.validation_fraction)):
             if not 0 < value <= 0.5:
                 raise ValueError(f"SelfNormDensity: expected {name} in (0, 0.5], got {value}")
         random = check_random_state(self.random_state)
         order = random.permutation(len(table))
         held_out = max(1, round(self.validation_fraction * len(table)))
-        rows = torch.from_numpy(table[order].astype(np.float32))
+        rows = torch.from_numpy(table[order])
+        # Here rather than by the recipe: in float32 a column such as 1e8 ± 1 would have lost its digits already.
+        standardize = Standardize(rows.shape[1]).double()
+        with located("SelfNormDensity"):
+            standardize.initialize(rows[held_out:])
+        rows = standardize(rows)[0].float()
         dataset = Dataset("table", rows[held_out:], rows[:held_out], rows[:held_out])
         recipe = replace(
             recipe_for("table", dataset.shape, len(dataset.train), self.max_steps, self.batch_size),
             name="SelfNormDensity",
             kind=self.kind,
+            standardize=False,
             weight=self.reconstruction_weight,
             patience=self.patience,
             seed=int(random.randint(2**31)),
@@ -91,8 +104,20 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         recipe = replace(recipe, **{name: value for name, value in given.items() if value is not None})
         trainer = Trainer(recipe, dataset, device=self.device, on_divergence="rollback")
         trainer.start()
-        best = trainer.run()
-        self.flow_ = best.flow().double()
+        try:
+            best = trainer.run()
+        except DivergedError:
+            best = trainer.best()
+            if best.progress["best_nll"] is None:  # not even one validation
+                raise
+            warnings.warn(
+                f"SelfNormDensity: diverged or overfitted after {best.progress['step']} steps, whose weights are kept; try a "
+                "larger reconstruction_weight, a smaller learning_rate, fewer layers, or more rows",
+                ConvergenceWarning,
+                stacklevel=2,
+            )
+        learned = best.flow().double()
+        self.flow_ = Flow(Chain(standardize, learned.bijection), learned.base).eval()
         self.validation_nll_ = best.progress["best_nll"]
         self.n_steps_ = trainer.progress.step
         self.offset_ = float(np.quantile(self._log_prob(table), self.contamination))
@@ -126,6 +151,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
 
     def _log_prob(self, table: Floats) -> Floats:
         with evaluating(self.flow_), threads(1):
-            batches = [self.flow_.log_prob(rows) for rows in torch.from_numpy(table).split(10_000)]
+            # A copy: the rows may be a read-only memory map, which torch does not take.
+            batches = [self.flow_.log_prob(torch.tensor(table[i : i + 10_000])) for i in range(0, len(table), 10_000)]
         scores: Floats = torch.cat(batches).numpy()
         return scores

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+PARTIAL = ".*.part*"  # matches the temporary names
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:

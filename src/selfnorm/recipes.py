@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -172,8 +174,8 @@ def recipe_for(data: str, shape: tuple[int, ...], examples: int, max_steps: int 
 
 
 def build_flow(recipe: Recipe, shape: tuple[int, ...], levels: int | None) -> Flow:
-    """The recipe's flow for examples of a shape, from its seed; torch's own random state stays as it is."""
-    with torch.random.fork_rng(devices=[]):
+    """The recipe's flow for examples of a shape, from its seed, in float32; torch's own state stays as it is."""
+    with torch.random.fork_rng(devices=[]), _single_precision():
         torch.manual_seed(recipe.seed)
         if recipe.model == "fc":
             return fc_flow(
@@ -219,4 +221,16 @@ def build_loss(recipe: Recipe, flow: Flow) -> Loss:
         penalty = MDMM(recipe.weight, recipe.tolerance, recipe.weight_rate, recipe.damping)
     else:
         penalty = Fixed(recipe.weight)
-    return Loss(flow, penalty, recipe.probes)
+    with _single_precision():
+        return Loss(flow, penalty, recipe.probes)
+
+
+@contextmanager
+def _single_precision() -> Iterator[None]:
+    # Whatever the caller's default is: a run must come out the same, and fit its float32 data.
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -50,11 +50,14 @@ def start_run(
     report: Report | None = None,
     on_divergence: OnDivergence = "stop",
     on_progress: OnProgress | None = None,
+    save_every: float = 30.0,
 ) -> Result:
-    """Train a recipe into a new folder. `dataset`: if it is loaded already."""
+    """Train a recipe into a new folder. `dataset`: if it is loaded already; `save_every`: seconds between checkpoints."""
     folder = RunFolder(path)
     dataset = dataset or _dataset(recipe, on_progress)
-    trainer = Trainer(recipe, dataset, device=device, folder=folder, report=report, on_divergence=on_divergence)
+    trainer = Trainer(
+        recipe, dataset, device=device, folder=folder, report=report, on_divergence=on_divergence, save_every=save_every
+    )
     trainer.start()
     folder.create(recipe)
     return _finish(trainer, folder, report)
@@ -67,12 +70,20 @@ def resume_run(
     report: Report | None = None,
     on_divergence: OnDivergence = "stop",
     on_progress: OnProgress | None = None,
+    save_every: float = 30.0,
 ) -> Result:
     """Go on with the run of a folder where its last checkpoint left it."""
     folder = RunFolder(path)
     recipe = folder.read_recipe()
+    folder.sweep()
     trainer = Trainer(
-        recipe, _dataset(recipe, on_progress), device=device, folder=folder, report=report, on_divergence=on_divergence
+        recipe,
+        _dataset(recipe, on_progress),
+        device=device,
+        folder=folder,
+        report=report,
+        on_divergence=on_divergence,
+        save_every=save_every,
     )
     if folder.last.exists():
         trainer.resume(read(folder.last))

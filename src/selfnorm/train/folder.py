@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from selfnorm.files import write_text
+from selfnorm.files import PARTIAL, write_text
 from selfnorm.recipe import Recipe, from_toml, to_toml
 
 
@@ -36,6 +36,11 @@ class RunFolder:
             )
         self.path.mkdir(parents=True, exist_ok=True)
         write_text(self.recipe, to_toml(recipe))
+
+    def sweep(self) -> None:
+        """Remove what a killed process left half-written."""
+        for path in self.path.glob(PARTIAL):
+            path.unlink(missing_ok=True)
 
     def read_recipe(self) -> Recipe:
         """The recipe of the run in this folder."""

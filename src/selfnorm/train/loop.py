@@ -282,8 +282,8 @@ class Trainer:
                 save(self.folder.last, self._good)
 
     def _start_sums(self) -> None:
-        self._surrogate = torch.zeros((), device=self.device)
-        self._reconstruction = torch.zeros(len(self.flow.reconstruction_names), device=self.device)
+        weight = self.loss.penalty.weight
+        self._surrogate, self._reconstruction = weight.new_zeros(()), torch.zeros_like(weight)
 
     def _make_step(self) -> Step:
         self._base = self.progress.step

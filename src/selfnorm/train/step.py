@@ -32,7 +32,7 @@ class EagerStep:
         self.loss, self.optimizer, self.batches, self.clip = loss, optimizer, batches, clip
         self._parameters = [parameter for parameter in loss.parameters() if parameter.requires_grad]
         device = self._parameters[0].device
-        self.failed = torch.zeros((), device=device)
+        self.failed = torch.zeros((), device=device, dtype=torch.float32)  # what Adam's switch wants
         self.taken = torch.zeros((), device=device, dtype=torch.int64)
 
     def __call__(self, epoch: int, index: int, learning_rate: float) -> Metrics:

@@ -1,0 +1,145 @@
+"""What the training loop costs beside the training: its time per step against a bare step written by hand.
+
+    python benchmarks/loop_overhead.py [--rounds 15] [--json results/loop_overhead-cpu.json]
+
+bare:  batch, loss, backward, fused Adam; the same functions on the same batches.
+step:  `EagerStep`, which adds the gradient's norm, the check that all is finite and the learning rate.
+loop:  `Trainer` with a folder: sums, metrics and reports too. Validation and checkpoints are left out; a checkpoint's time is its
+       own column.
+
+The three take turns within each round, in changing order, each from fresh weights; an overhead is the median of the rounds'
+ratios. About three minutes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from record import Cell, parser, record
+from selfnorm.data import load_dataset
+from selfnorm.data.dataset import Dataset
+from selfnorm.recipe import Recipe
+from selfnorm.recipes import find_recipe
+from selfnorm.report.provenance import provenance
+from selfnorm.train.folder import RunFolder
+from selfnorm.train.loop import Trainer, threads
+from selfnorm.train.step import EagerStep, adam
+
+TARGET = 10.0  # per cent
+
+
+def fresh(recipe: Recipe, dataset: Dataset, folder: RunFolder | None = None) -> Trainer:
+    trainer = Trainer(recipe, dataset, folder=folder)
+    trainer.start()
+    return trainer
+
+
+def time_calls(trainer: Trainer, call: Callable[[int, int], object]) -> float:
+    """Seconds a step, the first left out."""
+    started = 0.0
+    with threads(trainer.recipe.threads):
+        for step in range(trainer.total):
+            call(*divmod(step, trainer.batches.steps_per_epoch))
+            started = started or time.perf_counter()
+        return (time.perf_counter() - started) / (trainer.total - 1)
+
+
+def time_bare(recipe: Recipe, dataset: Dataset) -> float:
+    trainer = fresh(recipe, dataset)
+    loss, batches, optimizer = trainer.loss, trainer.batches, adam(trainer.loss)
+    optimizer.param_groups[0]["lr"] = recipe.learning_rate / 10
+
+    def call(epoch: int, index: int) -> None:
+        x = batches.batch(epoch, index)
+        optimizer.zero_grad(set_to_none=True)
+        value, _ = loss(x)
+        value.backward()
+        optimizer.step()
+
+    return time_calls(trainer, call)
+
+
+def time_step(recipe: Recipe, dataset: Dataset) -> float:
+    trainer = fresh(recipe, dataset)
+    step = EagerStep(trainer.loss, trainer.optimizer, trainer.batches, recipe.clip)
+    return time_calls(trainer, lambda epoch, index: step(epoch, index, recipe.learning_rate / 10))
+
+
+def time_loop(recipe: Recipe, dataset: Dataset, saves: list[float]) -> float:
+    """From the first step's report to the last epoch's, which comes before the validation at the end."""
+    moments: list[float] = []
+
+    def report(told: dict[str, Any]) -> None:
+        if (told["kind"] == "step" and not moments) or told["kind"] == "epoch":
+            moments.append(time.perf_counter())
+
+    with tempfile.TemporaryDirectory() as path:
+        trainer = Trainer(recipe, dataset, folder=RunFolder(Path(path)), report=report, save_every=1e9)
+        trainer.start()
+        trainer.run()
+        started = time.perf_counter()
+        trainer.save()
+        saves.append(time.perf_counter() - started)
+    return (moments[-1] - moments[0]) / (trainer.total - 1)
+
+
+def compare(name: str, recipe: Recipe, dataset: Dataset, rounds: int) -> list[Cell]:
+    saves: list[float] = []
+    candidates: dict[str, Callable[[], float]] = {
+        "bare": lambda: time_bare(recipe, dataset),
+        "step": lambda: time_step(recipe, dataset),
+        "loop": lambda: time_loop(recipe, dataset, saves),
+    }
+    times: dict[str, list[float]] = {key: [] for key in candidates}
+    for round_ in range(rounds + 1):
+        order = list(candidates)[round_ % 3 :] + list(candidates)[: round_ % 3]
+        found = {key: 1e3 * candidates[key]() for key in order}
+        print(f"{name}, round {round_}: " + ", ".join(f"{key} {found[key]:.3f} ms" for key in candidates), flush=True)
+        if round_:  # the first warms up
+            for key, value in found.items():
+                times[key].append(value)
+    percent = {
+        key: 100 * (statistics.median(t / bare for t, bare in zip(times[key], times["bare"], strict=True)) - 1)
+        for key in ("step", "loop")
+    }
+    medians = [round(statistics.median(values), 3) for values in times.values()]
+    return [name, *medians, round(percent["step"], 1), round(percent["loop"], 1), round(1e3 * statistics.median(saves), 1)]
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=15)
+    chosen = options.parse_args()
+    digits = replace(find_recipe("digits-fc-snf"), epochs=50)
+    mnist = replace(find_recipe("mnist-fc-snf"), epochs=1)
+    made_up = torch.randint(256, (6000, 1, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    images = Dataset("made up", made_up, made_up[:100], made_up[:100], levels=256)
+    rows = [
+        compare("digits-fc-snf, one thread", digits, load_dataset("digits"), chosen.rounds),
+        compare(f"mnist-fc-snf, {torch.get_num_threads()} threads", mnist, images, chosen.rounds),
+    ]
+    record(
+        chosen.json,
+        title="What the training loop costs beside the training",
+        about=(
+            "Milliseconds a step of a bare hand-written step, of the library's step (with the gradient's norm and the check that "
+            "all is finite), and of the whole loop with its metrics, without validation and checkpoints; overhead in per cent of "
+            f"the bare step, as medians of the rounds' ratios. At most {TARGET:g} is wanted of the loop. The last column is one "
+            "checkpoint, last and best, in milliseconds; one is due every 30 s. MNIST's data is made up here."
+        ),
+        columns=["recipe", "bare ms", "step ms", "loop ms", "step %", "loop %", "checkpoint ms"],
+        rows=rows,
+        provenance=provenance(command=f"python benchmarks/loop_overhead.py --rounds {chosen.rounds}"),
+    )
+
+
+if __name__ == "__main__":
+    main()

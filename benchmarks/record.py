@@ -1,0 +1,37 @@
+"""What the scripts share: the option --json, and a table printed and stored in the shape that `selfnorm.report.results` reads."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from selfnorm.files import write_text
+
+Cell = str | float | None
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser that knows --json."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", type=Path, help="write the figures here, with command, commit, machine and date")
+    return made
+
+
+def record(
+    path: Path | None,
+    *,
+    title: str,
+    about: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    provenance: Mapping[str, str | None],
+) -> None:
+    """Print the rows, and write all of it to a file if one is named."""
+    for row in rows:
+        print("   ".join(f"{column}: {cell}" for column, cell in zip(columns, row, strict=True) if cell is not None))
+    if path:
+        report = {"title": title, "about": about, "columns": columns, "rows": rows, "provenance": provenance}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(report, indent=1, ensure_ascii=False) + "\n")

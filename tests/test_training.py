@@ -1,0 +1,275 @@
+"""The loop: schedule, exact repeatability through stops and kills, divergence, early stopping."""
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from selfnorm.data import load_dataset
+from selfnorm.data.batches import Examples
+from selfnorm.evaluate import likelihood
+from selfnorm.recipe import override
+from selfnorm.recipes import find_recipe
+from selfnorm.runs import resume_run, start_run
+from selfnorm.train.checkpoint import read
+from selfnorm.train.folder import RunFolder
+from selfnorm.train.loop import Trainer
+from selfnorm.train.step import learning_rate_at
+from selfnorm.train.stopping import DivergedError, StoppedError
+
+CPU = torch.device("cpu")
+SMALL = ("layers=2", "epochs=6", "validate_every=2", "test_samples=1")
+
+
+def digits(*settings):
+    return override(find_recipe("digits-fc-snf"), settings)
+
+
+def trained(recipe, **options):
+    trainer = Trainer(recipe, load_dataset(recipe.data), **options)
+    trainer.start()
+    return trainer, trainer.run()
+
+
+def same(one, other):
+    """Whether two checkpoints hold the same bits."""
+    return one.tensors.keys() == other.tensors.keys() and all(torch.equal(one.tensors[k], other.tensors[k]) for k in one.tensors)
+
+
+def test_self_normalizing_digits_reach_their_exact_twin():
+    """60 epochs, three seeds: within 3 nats of each other on average, in exact test NLL. `benchmarks/` has the full budget."""
+    dataset = load_dataset("digits")
+    test = Examples(dataset.test, dataset.levels, CPU)
+    means = []
+    for kind in ("selfnorm", "exact"):
+        found = []
+        for seed in range(3):
+            _, best = trained(digits("epochs=60", f"kind={kind}", f"seed={seed}"))
+            found.append(likelihood(best.flow(), test, samples=5).nll)
+        means.append(sum(found) / 3)
+    assert abs(means[0] - means[1]) < 3, means
+    assert max(means) < 104, "and both have learned: an untrained flow has some 130"
+
+
+def test_the_learning_rate_rises_batch_by_batch_stays_and_falls():
+    rates = [learning_rate_at(step, 10, 20, peak=2.0, warmup_epochs=1.5, decay=0.25) for step in range(200)]
+    assert rates[:15] == pytest.approx([2 * (step + 1) / 15 for step in range(15)])
+    assert set(rates[15:150]) == {2.0}
+    assert rates[150:] == pytest.approx([2 * (200 - step) / 50 for step in range(150, 200)])
+    assert {learning_rate_at(step, 10, 20, 2.0, 0.0, 0.0) for step in range(200)} == {2.0}
+
+
+def test_clipping_bounds_the_gradient():
+    recipe = digits(*SMALL, "clip=0.5")
+    trainer = Trainer(recipe, load_dataset("digits"))
+    trainer.start()
+    trainer._step(0, 0, 1e-3)
+    norm = torch.cat([p.grad.flatten() for p in trainer.loss.parameters()]).norm()
+    assert norm.item() == pytest.approx(0.5, rel=1e-4)
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_does_not():
+    recipe = digits(*SMALL)
+    (_, first), (_, again), (_, other) = (trained(dataclasses.replace(recipe, seed=seed)) for seed in (0, 0, 1))
+    assert same(first, again)
+    assert not same(first, other)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [(), ("penalty=geco", "weight=100"), ("penalty=mdmm", "weight=100", "probes=3")],
+    ids=["fixed", "geco", "mdmm with probes"],
+)
+@pytest.mark.parametrize("stop_at", [1, 12, 31], ids=["first step", "end of an epoch", "mid-epoch"])
+def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, monkeypatch, settings, stop_at):
+    recipe = digits(*SMALL, *settings)
+    start_run(recipe, tmp_path / "whole")
+
+    calls = []
+    original = Trainer._loop
+
+    def loop(self, stop):
+        check = stop.check
+
+        def stopping():
+            calls.append(1)
+            if len(calls) == stop_at:
+                stop._note(signal.SIGTERM, None)
+            check()
+
+        stop.check = stopping
+        return original(self, stop)
+
+    monkeypatch.setattr(Trainer, "_loop", loop)
+    with pytest.raises(StoppedError):
+        start_run(recipe, tmp_path / "stopped")
+    monkeypatch.setattr(Trainer, "_loop", original)
+    assert read(tmp_path / "stopped" / "last.safetensors").progress["step"] < 72
+    resume_run(tmp_path / "stopped")
+    assert_same_runs(tmp_path / "whole", tmp_path / "stopped")
+
+
+def assert_same_runs(one, other):
+    for name in ("best.safetensors", "last.safetensors"):
+        assert same(read(one / name), read(other / name)), name
+    logs = [RunFolder(path).read_log() for path in (one, other)]
+    for record in logs[0] + logs[1]:
+        record.pop("seconds", None)
+    assert logs[0] == logs[1]
+    results = [json.loads((path / "result.json").read_text()) for path in (one, other)]
+    assert results[0]["test"] == results[1]["test"]
+
+
+DRIVER = """
+import sys, torch
+from pathlib import Path
+from selfnorm.recipe import override
+from selfnorm.recipes import find_recipe
+from selfnorm.runs import resume_run, start_run
+folder = Path(sys.argv[1])
+print("ready", flush=True)
+if folder.exists():
+    resume_run(folder, save_every=0.05)
+else:
+    start_run(override(find_recipe("digits-fc-snf"), sys.argv[2:]), folder, save_every=0.05)
+"""
+
+
+def test_a_run_killed_three_times_ends_with_the_same_bits(tmp_path):
+    settings = ["epochs=150", "validate_every=10", "test_samples=1"]
+    start_run(digits(*settings), tmp_path / "whole")
+    killed, kills, delays = tmp_path / "killed", 0, [0.3, 0.7, 0.45]
+    while True:
+        with subprocess.Popen([sys.executable, "-c", DRIVER, str(killed), *settings], stdout=subprocess.PIPE) as process:
+            process.stdout.readline()
+            if kills < 3:
+                while process.poll() is None and not (killed / "last.safetensors").exists():
+                    time.sleep(0.01)
+                time.sleep(delays[kills])
+                process.kill()
+            code = process.wait()
+        if kills == 3:
+            break
+        assert code == -signal.SIGKILL, "it must die in mid-run for this to test anything"
+        kills += 1
+    assert code == 0
+    assert_same_runs(tmp_path / "whole", killed)
+    assert not list(killed.glob(".*part*")), "what a kill left half-written is swept up"
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path):
+    recipe = digits(*SMALL)
+    start_run(recipe, tmp_path / "whole")
+    RunFolder(tmp_path / "young").create(recipe)
+    resume_run(tmp_path / "young")
+    assert_same_runs(tmp_path / "whole", tmp_path / "young")
+
+
+def test_a_finished_run_can_be_resumed_and_says_the_same(tmp_path):
+    first = start_run(digits(*SMALL), tmp_path / "run")
+    assert resume_run(tmp_path / "run").test == first.test
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
+    start_run(digits(*SMALL), tmp_path / "run")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    with pytest.raises(ValueError, match="--resume"):
+        start_run(digits(*SMALL, "seed=1"), tmp_path / "run")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_too_small_a_lambda_is_called_divergence(tmp_path):
+    """λ = 0.01 never turns non-finite; its exact validation likelihood gets worse and worse."""
+    with pytest.raises(DivergedError, match=r"exact validation NLL.*larger weight \(λ is 0.01\).*clip"):
+        start_run(digits("weight=0.01", "epochs=300"), tmp_path / "run")
+    log = RunFolder(tmp_path / "run").read_log()
+    course = [record["nll"] for record in log if record["kind"] == "validation"]
+    limit = min(course) + max(5, 0.05 * min(course))
+    assert course[-1] > limit
+    assert course[-2] > limit
+    best, last = (read(tmp_path / "run" / f"{name}.safetensors") for name in ("best", "last"))
+    assert best.progress["best_nll"] == min(course)
+    assert last.progress["worse"] == 0, "the last good one, not the one that diverged"
+
+
+def test_rollback_raises_lambda_tenfold_and_trains_on(tmp_path):
+    result = start_run(digits("weight=0.01", "epochs=100"), tmp_path / "run", on_divergence="rollback")
+    rollbacks = [record for record in RunFolder(tmp_path / "run").read_log() if record["kind"] == "rollback"]
+    assert 1 <= len(rollbacks) == result.rollbacks <= 3
+    raised = [[pytest.approx(0.01 * 10 ** (number + 1))] * 2 for number in range(len(rollbacks))]
+    assert [record["weight"] for record in rollbacks] == raised
+    assert result.test.nll < 110
+
+
+def test_rollbacks_end_after_three(tmp_path):
+    with pytest.raises(DivergedError, match="3 rollbacks did not help"):
+        start_run(digits("weight=1e-9", "epochs=400", "learning_rate=0.02"), tmp_path / "run", on_divergence="rollback")
+    assert sum(record["kind"] == "rollback" for record in RunFolder(tmp_path / "run").read_log()) == 3
+
+
+def test_a_non_finite_loss_names_the_layer_and_keeps_the_last_good_checkpoint(tmp_path):
+    recipe = digits("epochs=50", "learning_rate=1e30", "warmup_epochs=0", "validate_every=1", "decay=0")
+    with pytest.raises(DivergedError, match=r"non-finite.*layer|no exact likelihood.*layer"):
+        start_run(recipe, tmp_path / "run")
+    for name in ("best", "last"):
+        tensors = read(tmp_path / "run" / f"{name}.safetensors").tensors
+        assert all(torch.isfinite(value).all() for value in tensors.values() if value.is_floating_point())
+
+
+def test_no_weight_changes_after_a_step_that_failed():
+    recipe = digits(*SMALL)
+    trainer = Trainer(recipe, load_dataset("digits"))
+    trainer.start()
+    trainer._step(0, 0, 1e-3)
+    with torch.no_grad():
+        trainer.flow.bijection[6].bias[3] = torch.nan
+    frozen = {name: value.clone() for name, value in trainer.loss.named_parameters()}
+    moments = [value.clone() for state in trainer.optimizer.state.values() for value in state.values()]
+    for index in (1, 2, 3):
+        trainer._step(0, index, 1e-3)
+    assert trainer._step.failed
+    assert trainer._step.taken == 1
+    assert all(torch.equal(value, frozen[name]) or name.endswith("6.bias") for name, value in trainer.loss.named_parameters())
+    after = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
+    with pytest.raises(DivergedError, match=r"epoch 1, step 2: layer 6.*SelfNormLinear"):
+        trainer._step_failed()
+
+
+def test_patience_ends_training_early(tmp_path):
+    recipe = digits("epochs=60", "validate_every=1", "patience=3", "learning_rate=1e-30", "warmup_epochs=0")
+    trainer, best = trained(recipe)
+    assert trainer.epoch < 60
+    assert trainer.progress.stale == 3
+    assert best.progress["best_step"] == trainer.progress.best_step
+
+
+def test_the_best_weights_are_those_of_the_best_validation(tmp_path):
+    recipe = digits("epochs=30", "validate_every=5", "weight=0.02", "decay=0")
+    trainer, best = trained(recipe)
+    validation = Examples(trainer.dataset.validation, 17, CPU)
+    assert likelihood(best.flow(), validation, seed=recipe.seed).nll == trainer.progress.best_nll
+    assert likelihood(trainer.flow, validation, seed=recipe.seed).nll > trainer.progress.best_nll
+
+
+@pytest.mark.gpu
+def test_a_run_on_the_device_resumes_to_the_same_bits(tmp_path, monkeypatch):
+    device = torch.accelerator.current_accelerator()
+    recipe = digits(*SMALL)
+    start_run(recipe, tmp_path / "whole", device=device)
+    trainer = Trainer(recipe, load_dataset("digits"), device=device, folder=RunFolder(tmp_path / "stopped"))
+    trainer.folder.create(recipe)
+    trainer.start()
+    for index in range(5):
+        metrics = trainer._step(0, index, learning_rate_at(index, 12, 6, 1e-3, 10.0, 0.25))
+        trainer._surrogate += metrics.surrogate
+        trainer._reconstruction += metrics.reconstruction
+        trainer.progress.step += 1
+    trainer.save()
+    resume_run(tmp_path / "stopped", device=device)
+    assert_same_runs(tmp_path / "whole", tmp_path / "stopped")
