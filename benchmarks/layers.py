@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping
-from datetime import date
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +20,7 @@ import torch
 
 from selfnorm import Bijection, ExactConv2d, ExactLinear, SelfNormConv2d, SelfNormLinear
 from selfnorm.convmatrix import Geometry, conv_matrix
+from selfnorm.report.provenance import provenance
 
 BATCH = 100
 # The three stages of the paper's 9-layer flow on MNIST, each of 784 dimensions.
@@ -117,7 +115,7 @@ def main() -> None:
     for row in rows:
         print("   ".join(f"{key}: {value}" for key, value in row.items()))
     if options.json:
-        source = provenance(device, options.repeats)
+        source = provenance(device, f"python benchmarks/layers.py --device {device} --repeats {options.repeats}")
         report = table(rows, source["machine"]) | {"provenance": source}
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -136,21 +134,6 @@ def table(rows: list[dict[str, object]], machine: object) -> dict[str, object]:
         ),
         "columns": columns,
         "rows": [[row.get(column) for column in columns] for row in rows],
-    }
-
-
-def provenance(device: torch.device, repeats: int) -> dict[str, object]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    if device.type == "cuda":
-        machine = torch.cuda.get_device_name(device)
-    else:
-        machine = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    return {
-        "command": f"python benchmarks/layers.py --device {device} --repeats {repeats}",
-        "commit": commit or None,
-        "machine": machine,
-        "torch": torch.__version__,
-        "date": date.today().isoformat(),
     }
 
 

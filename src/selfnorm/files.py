@@ -17,6 +17,9 @@ def replacing(path: Path) -> Iterator[Path]:
     """A temporary name beside `path` to write to; at the end it takes path's place, or vanishes if the writing failed."""
     if not path.parent.is_dir():
         raise OSError(f"{path}: expected a folder to write it to, got none at {path.parent}")
+    path = path.resolve()  # a link stays a link
+    if path.exists() and not path.is_file():  # or a device such as /dev/stdout would become a file
+        raise OSError(f"{path}: expected a plain file or nothing there yet, got something else")
     # The ending stays, since some writers choose a format by it.
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.part{path.suffix}")
     try:

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from selfnorm.bijection import located
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -73,11 +75,11 @@ class Recipe:
 
 
 _TINY = math.ulp(0.0)
+_LARGE = 65_536  # of a size or a number of layers; a damaged recipe may ask for more than memory or patience hold
 _LIMITS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("jitter", "weight", "tolerance", "damping", "probes", "warmup_epochs", "seed"), (0, math.inf)),
-    **dict.fromkeys(
-        ("layers", "bins", "blocks", "layers_per_block", "steps", "hidden", "kernel_size", "inverse_kernel_size"), (1, math.inf)
-    ),
+    **dict.fromkeys(("layers", "bins", "blocks", "layers_per_block", "steps", "hidden"), (1, _LARGE)),
+    **dict.fromkeys(("kernel_size", "inverse_kernel_size"), (1, _LARGE)),
     **dict.fromkeys(("epochs", "batch_size", "threads", "validate_every", "patience"), (1, math.inf)),
     **dict.fromkeys(("eval_batch_size", "test_samples"), (1, math.inf)),
     **dict.fromkeys(("clip", "learning_rate", "weight_rate"), (_TINY, math.inf)),
@@ -119,7 +121,8 @@ def from_mapping(values: Mapping[str, Any], where: str) -> Recipe:
     read: dict[str, Any] = {
         key: float(value) if type(value) is int and float in _choices(_TYPES[key]) else value for key, value in values.items()
     }
-    return Recipe(**read)
+    with located(where):
+        return Recipe(**read)
 
 
 def to_toml(recipe: Recipe) -> str:

@@ -23,6 +23,7 @@ from selfnorm.report.provenance import provenance
 from selfnorm.train.checkpoint import read
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import OnDivergence, Report, Trainer, threads
+from selfnorm.train.stopping import StopRequests
 
 MOST_SCORES = 10_000  # training examples to compare new ones with
 
@@ -45,18 +46,22 @@ def start_run(
     recipe: Recipe,
     path: Path,
     *,
-    dataset: Dataset | None = None,
     device: torch.device | str = "cpu",
     report: Report | None = None,
     on_divergence: OnDivergence = "stop",
     on_progress: OnProgress | None = None,
     save_every: float = 30.0,
 ) -> Result:
-    """Train a recipe into a new folder. `dataset`: if it is loaded already; `save_every`: seconds between checkpoints."""
+    """Train a recipe into a new folder. `save_every`: seconds between checkpoints."""
     folder = RunFolder(path)
-    dataset = dataset or _dataset(recipe, on_progress)
     trainer = Trainer(
-        recipe, dataset, device=device, folder=folder, report=report, on_divergence=on_divergence, save_every=save_every
+        recipe,
+        _dataset(recipe, on_progress),
+        device=device,
+        folder=folder,
+        report=report,
+        on_divergence=on_divergence,
+        save_every=save_every,
     )
     trainer.start()
     folder.create(recipe)
@@ -107,8 +112,15 @@ def _finish(trainer: Trainer, folder: RunFolder, report: Report | None) -> Resul
     best = trainer.run()
     recipe, dataset = trainer.recipe, trainer.dataset
     flow = best.flow().to(trainer.device)
-    with threads(recipe.threads):
-        test = _likelihood(recipe, flow, Examples(dataset.test, dataset.levels, trainer.device), recipe.test_samples)
+    with threads(recipe.threads), StopRequests() as stop:
+        test = likelihood(
+            flow,
+            Examples(dataset.test, dataset.levels, trainer.device),
+            batch_size=recipe.eval_batch_size,
+            samples=recipe.test_samples,
+            seed=recipe.seed,
+            watch=stop.check,
+        )
         scores = _training_scores(recipe, flow, trainer.train)
         with replacing(folder.scores) as temporary:
             np.save(temporary, scores)
@@ -130,10 +142,6 @@ def _finish(trainer: Trainer, folder: RunFolder, report: Report | None) -> Resul
     if report:
         report({"kind": "result", "folder": str(folder.path), **asdict(result)})
     return result
-
-
-def _likelihood(recipe: Recipe, flow: Flow, examples: Examples, samples: int) -> Likelihood:
-    return likelihood(flow, examples, batch_size=recipe.eval_batch_size, samples=samples, seed=recipe.seed)
 
 
 def _training_scores(recipe: Recipe, flow: Flow, train: Examples) -> NDArray[np.float64]:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from selfnorm.bijection import located
 from selfnorm.data import load_dataset, read_examples
 from selfnorm.data.batches import Examples, generator_for
 from selfnorm.evaluate import Likelihood, evaluating, likelihood, log_likelihoods
@@ -37,7 +38,9 @@ class Trained:
             raise ValueError(f"{path}: expected a run folder or a checkpoint, got nothing there")
         file = checkpoint_in(path)
         checkpoint = read(file)
-        return cls(file, checkpoint, checkpoint.flow().to(device), torch.device(device))
+        with located(str(file)):
+            flow = checkpoint.flow()
+        return cls(file, checkpoint, flow.to(device), torch.device(device))
 
     def examples(self, part: str, data_dir: str | None = None) -> Examples:
         """A part of the run's own data: train, validation or test."""
@@ -144,6 +147,8 @@ class Scores:
 
 def write_samples(path: Path, samples: Tensor, levels: int | None, columns: tuple[str, ...]) -> None:
     """Samples as the file's ending says: .png, images in a grid; .csv, a table; .npy, an array (of images, in uint8)."""
+    if not path.parent.is_dir():  # a figure would make it
+        raise OSError(f"{path}: expected a folder to write it to, got none at {path.parent}")
     suffix = path.suffix.lower()
     image = levels is not None and samples.dim() == 4
     if suffix == ".png" and image:

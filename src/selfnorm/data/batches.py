@@ -68,9 +68,9 @@ class Examples:
     def gather(self, index: Tensor) -> Tensor:
         """The examples of an index, as stored, on the device."""
         batch = self.stored[index.to(self.stored.device)]
-        if batch.device == self.device:
-            return batch
-        return (batch.pin_memory() if self.device.type == "cuda" else batch).to(self.device, non_blocking=True)
+        if self.device.type == "cuda" and not batch.is_cuda:
+            batch = batch.pin_memory()
+        return batch.to(self.device, non_blocking=True)
 
     def in_order(self, batch_size: int, seed: int, sample: int = 0) -> Iterator[Tensor]:
         """All examples in their order, for evaluation; `sample` numbers the draw of dequantisation noise."""

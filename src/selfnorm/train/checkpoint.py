@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from selfnorm.bijection import located
 from selfnorm.checks import count, event_shape
 from selfnorm.files import replacing
 from selfnorm.flow import Flow
@@ -43,10 +44,10 @@ class Checkpoint:
 
     def flow(self) -> Flow:
         """The flow, on the CPU, in eval mode."""
-        flow = build_flow(self.recipe, self.shape, self.levels)
         try:
+            flow = build_flow(self.recipe, self.shape, self.levels)
             flow.load_state_dict(self.part("loss.flow."))
-        except RuntimeError as error:
+        except (RuntimeError, TypeError, MemoryError, OverflowError) as error:  # the last three of sizes beyond all memory
             raise ValueError(f"checkpoint of {self.recipe.name}: expected the recipe's weights, got others: {error}") from None
         return flow.eval()
 
@@ -85,14 +86,18 @@ def read(path: Path) -> Checkpoint:
         shape = event_shape(str(path), facts["shape"])
         levels = None if facts["levels"] is None else count(str(path), "levels", facts["levels"])
         columns = tuple(map(str, facts["columns"]))
-        return Checkpoint(from_mapping(facts["recipe"], str(path)), shape, levels, columns, tensors, dict(facts["progress"]))
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        progress = dict(facts["progress"].items())
+        return Checkpoint(from_mapping(facts["recipe"], str(path)), shape, levels, columns, tensors, progress)
+    except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: expected a checkpoint's facts, got damaged ones ({error})") from None
 
 
 def load(run_dir_or_checkpoint: str | Path) -> Flow:
     """The trained flow of a run folder (its best weights) or of one checkpoint file, on the CPU, ready to score and sample."""
-    return read(checkpoint_in(Path(run_dir_or_checkpoint))).flow()
+    path = checkpoint_in(Path(run_dir_or_checkpoint))
+    checkpoint = read(path)
+    with located(str(path)):
+        return checkpoint.flow()
 
 
 def checkpoint_in(path: Path) -> Path:
