@@ -1,11 +1,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test gpu-test bench format clean
+.PHONY: run test gpu-test bench results format clean
 
-# Train a small flow and compare its exact likelihood with its exact-gradient twin's.
+# Train a self-normalizing flow and its exact-gradient twin on handwritten digits, and compare their exact likelihoods.
 run: .venv/ready
-	$(BIN)/python examples/quickstart.py
+	$(BIN)/selfnorm train digits-fc-snf --twin
 
 # Everything that CI checks: style, types, tests.
 test: .venv/ready
@@ -20,7 +20,11 @@ gpu-test: .venv/ready
 	$(BIN)/pytest -q -m gpu
 
 bench: .venv/ready
-	$(BIN)/python benchmarks/layers.py
+	for script in layers digits_twins kills loop_overhead memory; do $(BIN)/python benchmarks/$$script.py || exit 1; done
+
+# RESULTS.md, from results/.
+results: .venv/ready
+	$(BIN)/python -m selfnorm.report.results
 
 format: .venv/ready
 	$(BIN)/ruff check --fix .

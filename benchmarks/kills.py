@@ -2,9 +2,10 @@
 
     python benchmarks/kills.py [--seed 0] [--json results/kills-cpu.json]
 
-SIGKILL gives a process no chance to tidy up. Before every other kill a checkpoint is written after each step, so that some kills
-hit one half written; before the rest, ten times a second. The command `selfnorm train --resume` brings a run to its end after
-its last kill. Exits with 1 if anything differs but the time that was taken. About four minutes.
+SIGKILL gives a process no chance to tidy up. Before every other kill a checkpoint is written after each step, and the kill
+waits until one is under way, so that some are hit half written; before the rest, one is written ten times a second. The command
+`selfnorm train --resume` brings a run to its end after its last kill. Exits with 1 if anything differs but the time that was
+taken. About four minutes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from record import Cell, parser, record
+from selfnorm.files import PARTIAL
 from selfnorm.recipe import override
 from selfnorm.recipes import find_recipe
 from selfnorm.report.provenance import provenance
@@ -67,7 +69,7 @@ def drive(case: Case, path: Path, save_every: float) -> None:
 
 
 def kill_once(index: int, path: Path, delay: float, save_every: float) -> float:
-    """Let a run train so long, kill it; the epoch from which it will be resumed."""
+    """Kill a run after so long a training, if it saves after each step in mid-save; the epoch from which it will be resumed."""
     command = [sys.executable, __file__, "--drive", str(index), str(path), str(save_every)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -75,6 +77,9 @@ def kill_once(index: int, path: Path, delay: float, save_every: float) -> float:
         if not first:
             raise RuntimeError(f"kills: expected {CASES[index].name} to train, got exit code {process.wait()}")
         time.sleep(delay)
+        give_up = time.monotonic() + 1
+        while not save_every and not any(path.glob(PARTIAL)) and time.monotonic() < give_up:
+            pass
         os.kill(process.pid, signal.SIGKILL)
         process.stdout.read()
     if process.returncode != -signal.SIGKILL:
@@ -113,18 +118,18 @@ def measure(index: int, parent: Path, moments: random.Random) -> tuple[list[Cell
     """One case's row, and what differed."""
     case = CASES[index]
     killed, whole = RunFolder(parent / f"killed-{index}"), RunFolder(parent / f"whole-{index}")
-    epochs = []
+    epochs, partial = [], set()
     for kill in range(case.kills):
         epochs.append(kill_once(index, killed.path, moments.uniform(0, LONGEST), SAVE_EVERY[kill % len(SAVE_EVERY)]))
+        partial |= set(killed.path.glob(PARTIAL))  # what the next start sweeps away
         print(f"{case.name}: killed; resumes at epoch {epochs[-1]:.2f}", flush=True)
-    half_written = len(list(killed.path.glob(".*.part*")))
     selfnorm("train", "--resume", str(killed.path))
     settings = [word for setting in case.settings for word in ("--set", setting)]
     selfnorm("train", case.recipe, *settings, "--run", str(whole.path))
     compared, found = differences(killed, whole)
     print(f"{case.name}: {len(found)} differences {found or ''}", flush=True)
     landed = ", ".join(f"{epoch:.1f}" for epoch in epochs)
-    return [case.name, case.kills, landed, half_written, compared, len(whole.read_log()), len(found)], found
+    return [case.name, case.kills, landed, len(partial), compared, len(whole.read_log()), len(found)], found
 
 
 def main() -> None:
@@ -147,8 +152,8 @@ def main() -> None:
         about=(
             "Runs killed by SIGKILL at random moments and resumed each time, against the same runs never killed: tensors of "
             "best.safetensors and last.safetensors (weights, multipliers, Adam's moments, sums) bit for bit, and the lines of "
-            f"metrics.jsonl without their seconds. Checkpoints were due every {SAVE_EVERY[0]} s or, by turns, after each step; "
-            "half written is how many unfinished files the kills left."
+            f"metrics.jsonl without their seconds. Checkpoints were due every {SAVE_EVERY[0]} s or, by turns, after each step, "
+            "the kill then aimed at one; half written is how many unfinished files the kills left."
         ),
         columns=["run", "kills", "resumed at epoch", "half written", "tensors", "lines", "differences"],
         rows=[row for row, _ in measured],

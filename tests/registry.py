@@ -24,6 +24,7 @@ from selfnorm import (
     SplineActivation,
     Split,
     Squeeze,
+    Standardize,
 )
 from selfnorm.models import conv_flow, fc_flow, glow
 
@@ -57,6 +58,11 @@ def pixels(*shape: int) -> Tensor:
     return 256 * torch.rand(*shape)
 
 
+def initialized(layer: Standardize) -> Standardize:
+    layer.initialize(2 * torch.randn(9, *layer.shift.shape) + 1)
+    return layer
+
+
 REGISTRY = {
     "SelfNormLinear": Case(lambda: SelfNormLinear(5), (5,), (2, 4)),
     "SelfNormLinear-1": Case(lambda: SelfNormLinear(1, bias=False), (1,), (2, 2)),
@@ -77,6 +83,7 @@ REGISTRY = {
     "SplineActivation": Case(lambda: SplineActivation((2, 3, 2)), (2, 3, 2), (2, 2, 2, 3), draw=wide),
     "SplineActivation-1-bin": Case(lambda: SplineActivation(4, bins=1, bound=3.0), (4,), (2, 5), draw=wide),
     "Affine": Case(lambda: Affine(0.5, -2.0), (2, 3)),
+    "Standardize": Case(lambda: initialized(Standardize((3, 2))), (3, 2), (2, 3, 3)),
     "Affine-tensor": Case(lambda: Affine(torch.randn(3, 1), torch.rand(3, 2) + 0.5), (3, 2), (2, 4, 2)),
     "Logit": Case(lambda: Logit(), (6,), draw=torch.rand),
     "ActNorm": Case(lambda: ActNorm(3), (3, 2, 2), (2, 2, 2, 2)),

@@ -118,7 +118,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
             )
         learned = best.flow().double()
         self.flow_ = Flow(Chain(standardize, learned.bijection), learned.base).eval()
-        self.validation_nll_ = best.progress["best_nll"]
+        self.validation_nll_ = best.progress["best_nll"] - standardize.scale.log().sum().item()  # in X's units
         self.n_steps_ = trainer.progress.step
         self.offset_ = float(np.quantile(self._log_prob(table), self.contamination))
         return self

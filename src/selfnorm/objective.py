@@ -82,9 +82,9 @@ class GECO(Penalty):
 
     def __init__(
         self,
-        weight: float = 1.0,
-        tolerance: float = 1e-3,
-        rate: float = 0.1,
+        weight: float = 1e4,
+        tolerance: float = 1e-4,
+        rate: float = 10.0,
         decay: float = 0.99,
         bounds: tuple[float, float] = (1e-3, 1e8),
     ) -> None:
@@ -125,7 +125,7 @@ class MDMM(Penalty):
     λ ← max(0, λ + η·C) is gradient ascent; the quadratic term, on the violated side alone, damps the chase.
     """
 
-    def __init__(self, weight: float = 1.0, tolerance: float = 1e-3, rate: float = 1.0, damping: float = 10.0) -> None:
+    def __init__(self, weight: float = 1e4, tolerance: float = 1e-4, rate: float = 1e5, damping: float = 1e7) -> None:
         super().__init__(weight)
         self.tolerance = _positive("MDMM", "tolerance", tolerance, zero=True)
         self.rate = _positive("MDMM", "rate", rate)

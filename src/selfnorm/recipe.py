@@ -44,9 +44,9 @@ class Recipe:
     # objective
     penalty: Literal["fixed", "geco", "mdmm"] = "fixed"
     weight: float = 1.0  # λ of the summed squared error; of geco and mdmm the first λ, of the error per dimension
-    tolerance: float = 1e-3  # geco, mdmm: the error per dimension that is good enough
-    weight_rate: float = 0.1  # geco, mdmm: how fast λ moves
-    damping: float = 10.0  # mdmm
+    tolerance: float = 1e-4  # geco, mdmm: the error per dimension that is good enough
+    weight_rate: float | None = None  # geco, mdmm: how fast λ moves, if other than their default
+    damping: float | None = None  # mdmm: of the square, likewise
     probes: int = 0  # white-noise vectors to reconstruct beside the data, each layer, each step
     # optimisation: Adam
     epochs: int = 1000
@@ -77,7 +77,8 @@ class Recipe:
 _TINY = math.ulp(0.0)
 _LARGE = 65_536  # of a size or a number of layers; a damaged recipe may ask for more than memory or patience hold
 _LIMITS: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("jitter", "weight", "tolerance", "damping", "probes", "warmup_epochs", "seed"), (0, math.inf)),
+    **dict.fromkeys(("jitter", "weight", "tolerance", "damping", "probes", "warmup_epochs"), (0, math.inf)),
+    "seed": (0, 2**63 - 1),
     **dict.fromkeys(("layers", "bins", "blocks", "layers_per_block", "steps", "hidden"), (1, _LARGE)),
     **dict.fromkeys(("kernel_size", "inverse_kernel_size"), (1, _LARGE)),
     **dict.fromkeys(("epochs", "batch_size", "threads", "validate_every", "patience"), (1, math.inf)),

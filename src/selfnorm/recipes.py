@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ _MNIST_GECO = replace(
     hidden=16,
     kernel_size=5,
     penalty="geco",
-    weight=1000.0,
+    weight=1e4,
 )
 _CIFAR_GLOW = Recipe(
     "cifar10-glow-snf",
@@ -216,13 +217,17 @@ def build_loss(recipe: Recipe, flow: Flow) -> Loss:
     """The recipe's objective for a flow."""
     penalty: Penalty
     if recipe.penalty == "geco":
-        penalty = GECO(recipe.weight, recipe.tolerance, recipe.weight_rate)
+        penalty = GECO(recipe.weight, recipe.tolerance, **_given(rate=recipe.weight_rate))
     elif recipe.penalty == "mdmm":
-        penalty = MDMM(recipe.weight, recipe.tolerance, recipe.weight_rate, recipe.damping)
+        penalty = MDMM(recipe.weight, recipe.tolerance, **_given(rate=recipe.weight_rate, damping=recipe.damping))
     else:
         penalty = Fixed(recipe.weight)
     with _single_precision():
         return Loss(flow, penalty, recipe.probes)
+
+
+def _given(**options: float | None) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 @contextmanager

@@ -88,4 +88,19 @@ def _float32(who: str, array: NDArray[np.generic]) -> NDArray[np.float32]:
             f"{who}: expected finite numbers that float32 can hold, got {array[index]} in {where}, counted from 0; "
             "leave out or fill in such rows first"
         )
+    _expect_resolution(who, array, values)
     return values
+
+
+def _expect_resolution(who: str, array: NDArray[np.generic], values: NDArray[np.float32]) -> None:
+    """Refuse a table with a column such as 1e8 ± 1: rounded to float32 it would be a handful of spikes."""
+    if array.ndim != 2 or array.dtype.itemsize <= 4:
+        return
+    for column in range(array.shape[1]):
+        wide = array[:, column].astype(np.float64)
+        lost, spread = np.abs(wide - values[:, column]).max(), wide.std()
+        if lost > 1e-3 * spread > 0:
+            raise ValueError(
+                f"{who}: expected columns whose differences float32 can tell apart, got column {column} (counted from 0), around "
+                f"{wide.mean():g} with a standard deviation of {spread:.2g}; subtract a constant from it first"
+            )

@@ -32,7 +32,7 @@ def read_csv(path: Path) -> tuple[NDArray[np.float64], tuple[str, ...]]:
     return values, header
 
 
-def read_parquet(path: Path) -> tuple[NDArray[np.float32], tuple[str, ...]]:
+def read_parquet(path: Path) -> tuple[NDArray[np.float64], tuple[str, ...]]:
     """The numbers, and the columns' names; needs pyarrow, the `parquet` extra."""
     arrow = require("pyarrow", str(path), "selfnorm[parquet]")
     parquet = require("pyarrow.parquet", str(path), "selfnorm[parquet]")
@@ -40,7 +40,7 @@ def read_parquet(path: Path) -> tuple[NDArray[np.float32], tuple[str, ...]]:
         table = parquet.read_table(path)
     except (arrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: expected a Parquet file, got one that cannot be read ({error})") from error
-    values = np.empty((table.num_rows, table.num_columns), np.float32)
+    values = np.empty((table.num_rows, table.num_columns), np.float64)
     for index, (name, column) in enumerate(zip(table.column_names, table.columns, strict=True)):
         kind = column.type
         if not any(is_kind(kind) for is_kind in (arrow.types.is_integer, arrow.types.is_floating, arrow.types.is_boolean)):
@@ -49,9 +49,8 @@ def read_parquet(path: Path) -> tuple[NDArray[np.float32], tuple[str, ...]]:
         if column.null_count:
             row = int(np.argmax(column.is_null().to_numpy()))
             raise ValueError(f"{path}: expected no empty cells, got {column.null_count}, the first in column {name!r}, row {row}")
-        with np.errstate(over="ignore"):
-            values[:, index] = numbers
-        if not (finite := np.isfinite(values[:, index])).all():
+        values[:, index] = numbers
+        if not (finite := np.abs(values[:, index]) <= LARGEST).all():  # False for NaN too
             row = int(finite.argmin())
             raise ValueError(
                 f"{path}: expected finite numbers that float32 can hold, got {numbers[row]} in column {name!r}, row {row}, "

@@ -28,12 +28,14 @@ class RunFolder:
         self.result = path / "result.json"
 
     def create(self, recipe: Recipe) -> None:
-        """Make the folder for a new run; one that holds a run already is left alone."""
+        """Make the folder for a new run; one that holds anything already is left alone."""
         if self.recipe.exists():
             raise ValueError(
                 f"{self.path}: expected a folder without a run, got one that has one; go on with it by "
                 f"`selfnorm train --resume {self.path}`, or name another folder"
             )
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise ValueError(f"{self.path}: expected a new or empty folder for the run, got one in use; name another")
         self.path.mkdir(parents=True, exist_ok=True)
         write_text(self.recipe, to_toml(recipe))
 

@@ -224,7 +224,9 @@ class Trainer:
                 "seconds": progress.seconds,
             }
         )
-        if progress.worse >= 2:
+        if progress.worse >= 2 and recipe.patience and self._overfits(stop):
+            progress.stale = max(progress.stale, recipe.patience)  # it has waited long enough
+        elif progress.worse >= 2:
             self._diverge(
                 f"the exact validation NLL is {found.nll:.1f} nats at epoch {self.epoch}, and was {best:.1f} at epoch "
                 f"{progress.best_step // self.batches.steps_per_epoch}"
@@ -233,6 +235,16 @@ class Trainer:
             self._good = self._capture()
             if progress.stale == 0:
                 self._best = self._good
+
+    def _overfits(self, stop: StopRequests) -> bool:
+        """Whether training examples, as many as validation has, became more likely since the best: then it is no divergence."""
+        size, seed = self.recipe.eval_batch_size, self.recipe.seed
+        some = Examples(self.dataset.train[: len(self.validation)], self.dataset.levels, self.device)
+        then, now = (
+            likelihood(flow, some, batch_size=size, seed=seed, watch=stop.check)
+            for flow in (self.best().flow().to(self.device), self.flow)
+        )
+        return now.nll < then.nll
 
     def _step_failed(self) -> None:
         # No weight has changed since the step that failed.
@@ -302,7 +314,10 @@ class Trainer:
         sums = checkpoint.part("sums.")
         self._surrogate = sums["surrogate"].to(self.device, copy=True)
         self._reconstruction = sums["reconstruction"].to(self.device, copy=True)
-        self.progress.__dict__.update(Progress(**checkpoint.progress).__dict__)
+        try:
+            self.progress.__dict__.update(Progress(**checkpoint.progress).__dict__)
+        except TypeError as error:
+            raise ValueError(f"checkpoint of {self.recipe.name}: expected the progress of a run, got another ({error})") from None
         self._step = self._make_step()
 
 
