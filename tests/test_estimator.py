@@ -131,10 +131,17 @@ def test_too_few_rows():
         quick().fit(gaussian(2, 0))
 
 
-def test_overfitting_keeps_the_best_weights_and_says_so():
-    with pytest.warns(ConvergenceWarning, match="SelfNormDensity: diverged or overfitted"):
-        model = SelfNormDensity(max_steps=300, random_state=0).fit(gaussian(3, 0))
+def test_overfitting_ends_training_early_with_the_best_weights():
+    model = SelfNormDensity(max_steps=300, random_state=0).fit(gaussian(3, 0))
+    assert model.n_steps_ < 300
     assert np.isfinite(model.score_samples(gaussian(3, 0))).all()
+
+
+def test_divergence_keeps_the_best_weights_and_says_so():
+    rows = gaussian(300, 0)
+    with pytest.warns(ConvergenceWarning, match="SelfNormDensity: diverged"):
+        model = SelfNormDensity(max_steps=300, reconstruction_weight=0.0, learning_rate=0.3, random_state=0).fit(rows)
+    assert np.isfinite(model.score_samples(rows)).all()
 
 
 @pytest.mark.parametrize("given", [{"contamination": 0.0}, {"contamination": 0.7}, {"validation_fraction": 0}, {"kind": "magic"}])

@@ -111,8 +111,8 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
             if best.progress["best_nll"] is None:  # not even one validation
                 raise
             warnings.warn(
-                f"SelfNormDensity: diverged or overfitted after {best.progress['step']} steps, whose weights are kept; try a "
-                "larger reconstruction_weight, a smaller learning_rate, fewer layers, or more rows",
+                f"SelfNormDensity: diverged after {best.progress['step']} steps, whose weights are kept; try a "
+                "larger reconstruction_weight or a smaller learning_rate",
                 ConvergenceWarning,
                 stacklevel=2,
             )

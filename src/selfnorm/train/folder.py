@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from selfnorm.files import PARTIAL, write_text
 from selfnorm.recipe import Recipe, from_toml, to_toml
@@ -26,6 +26,7 @@ class RunFolder:
         self.samples = path / "samples.png"
         self.curves = path / "curves.png"
         self.result = path / "result.json"
+        self._log: TextIO | None = None  # kept open: for a small model, opening it anew is a good part of an epoch
 
     def create(self, recipe: Recipe) -> None:
         """Make the folder for a new run; one that holds anything already is left alone."""
@@ -58,12 +59,21 @@ class RunFolder:
 
     def log(self, record: dict[str, Any]) -> int:
         """Append a line to the metrics; the file's length after it."""
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-            return file.tell()
+        if self._log is None:
+            self._log = self.metrics.open("a", encoding="utf-8")
+        self._log.write(json.dumps(record) + "\n")
+        self._log.flush()
+        return self._log.tell()
+
+    def close_log(self) -> None:
+        """Close the metrics file; the next `log` opens it again."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None
 
     def rewind_log(self, length: int) -> None:
         """Forget the metrics written after a checkpoint that said the file was so long then."""
+        self.close_log()
         if self.metrics.exists() and self.metrics.stat().st_size > length:
             with self.metrics.open("rb+") as file:
                 file.truncate(length)

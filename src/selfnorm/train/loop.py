@@ -18,7 +18,7 @@ from selfnorm.recipe import Recipe
 from selfnorm.recipes import build_flow, build_loss
 from selfnorm.train.checkpoint import Checkpoint, cloned, optimizer_tensors, read, restore_optimizer, save
 from selfnorm.train.folder import RunFolder
-from selfnorm.train.step import EagerStep, Step, adam, diagnosis, learning_rate_at
+from selfnorm.train.step import EagerStep, Step, adam, diagnosis, learning_rate_at, steps_taken
 from selfnorm.train.stopping import DivergedError, StoppedError, StopRequests
 
 OnDivergence = Literal["stop", "rollback"]
@@ -113,6 +113,9 @@ class Trainer:
             except DivergedError:
                 self._keep_good()
                 raise
+            finally:
+                if self.folder:
+                    self.folder.close_log()
             self.save()
             return self.best()
 
@@ -247,9 +250,8 @@ class Trainer:
         return now.nll < then.nll
 
     def _step_failed(self) -> None:
-        # No weight has changed since the step that failed.
-        failed = self._base + int(self._step.taken)
-        epoch, index = divmod(failed, self.batches.steps_per_epoch)
+        # No weight has changed since the step that failed, which is the one that Adam did not count.
+        epoch, index = divmod(steps_taken(self.optimizer), self.batches.steps_per_epoch)
         where = diagnosis(self.loss, self.batches, epoch, index)
         self._diverge(f"a non-finite loss or gradient at epoch {epoch + 1}, step {index + 1}: {where}")
 
@@ -298,7 +300,6 @@ class Trainer:
         self._surrogate, self._reconstruction = weight.new_zeros(()), torch.zeros_like(weight)
 
     def _make_step(self) -> Step:
-        self._base = self.progress.step
         return EagerStep(self.loss, self.optimizer, self.batches, self.recipe.clip)
 
     def _capture(self) -> Checkpoint:

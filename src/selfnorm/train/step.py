@@ -14,13 +14,11 @@ from selfnorm.objective import Loss, Metrics
 class Step(Protocol):
     """Takes step after step. Never reads the device: what went wrong is told by `failed`, which the loop reads when it likes.
 
-    failed:  a float tensor, 0, or 1 from the first step on that had a non-finite loss or gradient. No step after that one changes
-             a weight, so that the weights are still those that failed.
-    taken:   how many steps did change the weights, since the object was made.
+    failed:  a float tensor, 0, or 1 from the first step on that had a non-finite loss or gradient. That step and those after it
+             change no weight, so that the weights are still those that failed.
     """
 
     failed: Tensor
-    taken: Tensor
 
     def __call__(self, epoch: int, index: int, learning_rate: float) -> Metrics: ...
 
@@ -33,7 +31,7 @@ class EagerStep:
         self._parameters = [parameter for parameter in loss.parameters() if parameter.requires_grad]
         device = self._parameters[0].device
         self.failed = torch.zeros((), device=device, dtype=torch.float32)  # what Adam's switch wants
-        self.taken = torch.zeros((), device=device, dtype=torch.int64)
+        self._raised = torch.ones_like(self.failed)
 
     def __call__(self, epoch: int, index: int, learning_rate: float) -> Metrics:
         x = self.batches.batch(epoch, index)
@@ -41,16 +39,16 @@ class EagerStep:
         value, metrics = self.loss(x, generator=self._probe_generator(epoch, index))
         value.backward()
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
+        # What nn.utils.get_total_norm does, without its sorting by device and dtype, which cost as much as the norm.
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         if self.clip is not None:
             nn.utils.clip_grads_with_norm_(self._parameters, self.clip, norm)
-        self.failed = torch.maximum(self.failed, (~torch.isfinite(norm + value)).to(self.failed))
+        self.failed = torch.where(norm + value.abs() < torch.inf, self.failed, self._raised)  # a NaN is below nothing
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         # The switch that gradient scaling uses: a fused step with found_inf = 1 leaves weights and moments alone.
         self.optimizer.found_inf = self.failed  # type: ignore[attr-defined]
         self.optimizer.step()
-        self.taken += self.failed == 0
         self.loss.after_step(metrics)
         return metrics
 
@@ -61,6 +59,11 @@ class EagerStep:
 def adam(loss: Loss) -> torch.optim.Adam:
     """Adam as the paper has it, β = (0.9, 0.999), in its fused form."""
     return torch.optim.Adam(loss.parameters(), lr=0.0, betas=(0.9, 0.999), fused=True)
+
+
+def steps_taken(optimizer: torch.optim.Adam) -> int:
+    """How many steps changed the weights, by Adam's own count."""
+    return max((int(state["step"]) for state in optimizer.state.values()), default=0)
 
 
 def learning_rate_at(step: int, steps_per_epoch: int, epochs: int, peak: float, warmup_epochs: float, decay: float) -> float:
