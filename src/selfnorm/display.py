@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -64,18 +64,12 @@ class TrainingDisplay:
 
     def __enter__(self) -> TrainingDisplay:
         if not self.quiet and not self.as_json and ERR.is_terminal:
-            self._live = Progress(
-                TextColumn("{task.description}", style="bold", markup=False),
-                BarColumn(bar_width=24),
-                TextColumn("epoch {task.fields[epoch]}"),
-                TextColumn("loss {task.fields[loss]}"),
-                TextColumn("exact NLL {task.fields[nll]}"),
-                TextColumn("‖RWh−h‖²/D {task.fields[error]}"),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                console=ERR,
+            wide = ERR.width >= 110
+            columns = [TextColumn("[bold]{task.description}[/]"), BarColumn(bar_width=20)] if wide else []
+            line = (
+                "epoch {task.fields[epoch]}  loss {task.fields[loss]}  exact NLL {task.fields[nll]}  recon {task.fields[error]}"
             )
+            self._live = Progress(*columns, TextColumn(line), TimeRemainingColumn(), TextColumn("left"), console=ERR)
             self._task = self._live.add_task(self.recipe.name, total=None, **self._shown)
             self._live.start()
         return self
@@ -97,7 +91,8 @@ class TrainingDisplay:
             if record["reconstruction"]:
                 self._shown["error"] = f"{max(record['reconstruction']):.1e}"
         elif kind == "validation":
-            self._shown["nll"] = f"{record['nll']:.2f} (best {record['best']:.2f})"
+            behind = record["nll"] > record["best"]
+            self._shown["nll"] = f"{record['nll']:.2f}" + (f" (best {record['best']:.2f})" if behind else "")
         elif kind == "rollback":
             raised = max(record["weight"], default=0.0)
             ERR.print(f"rolled back to epoch {record['epoch']}, λ raised to {raised:g}: {record['reason']}", style="yellow")
@@ -108,7 +103,7 @@ class TrainingDisplay:
             self._line_at = time.monotonic()
             epoch, loss, nll, error = self._shown.values()
             name, seconds = self.recipe.name, record["seconds"]
-            ERR.print(f"{name}: epoch {epoch}, loss {loss}, exact NLL {nll}, ‖RWh−h‖²/D {error}, {seconds:.0f} s")
+            ERR.print(f"{name}: epoch {epoch}, loss {loss}, exact NLL {nll}, reconstruction error {error}, {seconds:.0f} s")
 
 
 @contextmanager

@@ -146,7 +146,7 @@ def find_recipe(name: str) -> Recipe:
     return RECIPES[name]
 
 
-def recipe_for(data: str, shape: tuple[int, ...], examples: int, max_steps: int = 20_000, batch_size: int = 100) -> Recipe:
+def recipe_for(data: str, shape: tuple[int, ...], examples: int, max_steps: int = 5000, batch_size: int = 100) -> Recipe:
     """A recipe for somebody's own data by its shape: a deep spline flow for tables, Glow for images that can be halved twice.
 
     examples: how many there are to train on. It stops early, and is quick enough for a CPU rather than the best there can be.
@@ -161,7 +161,7 @@ def recipe_for(data: str, shape: tuple[int, ...], examples: int, max_steps: int 
         epochs=max(1, max_steps // steps),
         batch_size=batch_size,
         warmup_epochs=max_steps / steps / 50,
-        decay=0.3,
+        decay=0.5,
         init_examples=10_000,
         validate_every=max(1, max_steps // steps // 50),
         patience=10,
