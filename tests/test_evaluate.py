@@ -7,7 +7,7 @@ import torch
 
 from selfnorm import Chain, Flow, SelfNormLinear
 from selfnorm.data.batches import Examples
-from selfnorm.evaluate import bits_per_dim, evaluating, likelihood, log_likelihoods
+from selfnorm.evaluate import bits_per_dim, evaluating, likelihood, log_likelihoods, reference_scores
 from selfnorm.models import fc_flow
 
 CPU = torch.device("cpu")
@@ -76,3 +76,15 @@ def test_an_evaluation_can_be_left_between_batches():
     with pytest.raises(LeftError):
         likelihood(flow, Examples(torch.randn(50, 2), None, CPU, torch.float64), batch_size=10, watch=watch)
     assert flow.training
+
+
+def test_reference_scores_are_the_training_datas_sorted():
+    flow, train = fc_flow(2), Examples(torch.randn(60, 2), None, CPU, torch.float64)
+    found = reference_scores(flow, train, 7, 0)
+    torch.testing.assert_close(found, log_likelihoods(flow, train.in_order(60, 0)).sort().values)
+
+
+def test_noise_differs_from_batch_to_batch():
+    x = torch.zeros(20, 3, dtype=torch.uint8)
+    noise = torch.cat(list(Examples(x, 4, CPU, torch.float64).in_order(10, 0)))
+    assert not torch.equal(noise[:10], noise[10:])

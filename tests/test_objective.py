@@ -85,6 +85,37 @@ def test_geco_keeps_within_its_bounds():
     assert penalty.weight.tolist() == [4.0, 0.5]
 
 
+def test_geco_raises_lambda_by_no_more_than_e_in_a_step():
+    penalty = GECO(weight=1.0, tolerance=0.0, rate=1.0, bounds=(1e-3, 1e30))
+    penalty.attach(1)
+    penalty.after_step(torch.tensor([1e9]))
+    assert penalty.weight.item() == pytest.approx(math.e)
+
+
+@pytest.mark.parametrize("penalty", [GECO(), MDMM()], ids=["geco", "mdmm"])
+@pytest.mark.parametrize("error", [math.nan, math.inf])
+def test_a_step_that_failed_moves_no_multiplier(penalty, error):
+    penalty.attach(2)
+    penalty.after_step(torch.tensor([1e-3, 1e-3]))
+    before = {name: value.clone() for name, value in penalty.state_dict().items()}
+    penalty.after_step(torch.tensor([error, error]))
+    assert all(torch.equal(value, before[name]) for name, value in penalty.state_dict().items())
+
+
+def test_after_step_reaches_the_layers(monkeypatch):
+    loss, called = Loss(fc_flow(2)), []
+    monkeypatch.setattr(SelfNormLinear, "after_step", lambda self: called.append(self))
+    loss.after_step(loss(torch.randn(3, 2))[1])
+    assert len(called) == 2
+
+
+def test_another_image_size_has_other_dimensions():
+    loss = Loss(perturbed(Flow(Chain(SelfNormConv2d(1, 3)))))
+    for side in (4, 8):
+        x = torch.randn(3, 1, side, side)
+        torch.testing.assert_close(loss(x)[1].reconstruction, loss.flow.surrogate(x).reconstruction.mean(0).detach() / side**2)
+
+
 def test_mdmm_by_hand():
     penalty = MDMM(weight=2.0, tolerance=0.1, rate=0.5, damping=3.0)
     penalty.attach(2)

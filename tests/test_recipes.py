@@ -94,7 +94,9 @@ def test_toml_round_trip(name):
 
 
 def test_toml_round_trip_of_awkward_values():
-    recipe = Recipe('q"uote\\ and é\n', data="C:\\dir", weight=1e-7, clip=1e22, learning_rate=0.1 + 0.2, levels=17, patience=3)
+    recipe = Recipe(
+        'q"uote\\ and é 😀\x7f\n', data="C:\\dir", weight=1e-7, clip=1e22, learning_rate=0.1 + 0.2, levels=17, patience=3
+    )
     assert from_toml(to_toml(recipe), "here") == recipe
 
 

@@ -6,7 +6,7 @@ import csv
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TextIO
 
 import torch
 import typer
@@ -16,7 +16,6 @@ from selfnorm.command import (
     DataDir,
     Debug,
     Device,
-    DivergenceKind,
     InverseKind,
     Json,
     OnDivergence,
@@ -32,6 +31,7 @@ from selfnorm.command import (
     the_device,
 )
 from selfnorm.data import load_dataset
+from selfnorm.data.dataset import is_image
 from selfnorm.display import OUT, print_comparison, print_health, print_json, print_result, showing, table, transfers
 from selfnorm.files import replacing
 from selfnorm.health import examine, repair
@@ -61,7 +61,7 @@ def train(
     data: DataDir = None,
     seed: Annotated[int | None, typer.Option(help="Short for --set seed=…")] = None,
     device: Device = "auto",
-    on_divergence: OnDivergence = DivergenceKind.stop,
+    on_divergence: OnDivergence = None,
     quiet: Quiet = False,
     json: Json = False,
     debug: Debug = False,
@@ -73,21 +73,23 @@ def train(
         stored = RunFolder(resume).read_recipe()
         with showing(stored, resume, quiet, json) as display, transfers(quiet or json) as on_progress:
             result = resume_run(
-                resume, device=the_device(device), report=display, on_divergence=on_divergence.value, on_progress=on_progress
+                resume,
+                data_dir=_folder(data),
+                on_divergence=on_divergence.value if on_divergence else None,
+                device=the_device(device),
+                report=display,
+                on_progress=on_progress,
             )
         print_result(resume, result, json)
         return
     chosen = override(find_recipe(recipe or DEFAULT), settings or [])
-    if data is not None:
-        chosen = replace(chosen, data_dir=str(data.expanduser().resolve()))
-    if seed is not None:
-        chosen = replace(chosen, seed=seed)
+    chosen = _adjusted(chosen, data_dir=_folder(data), seed=seed, on_divergence=on_divergence and on_divergence.value)
     folder = run or free_folder(Path("runs"), chosen.name)
-    result = _train(chosen, folder, device, on_divergence, quiet, json)
+    result = _train(chosen, folder, device, quiet, json)
     if not twin:
         return
-    exact = replace(chosen, name=f"{chosen.name}-twin", kind="exact")
-    other = _train(exact, free_folder(folder.parent, f"{folder.name}-twin"), device, on_divergence, quiet, json)
+    exact = replace(chosen, name=f"{chosen.name}-twin", kind="exact", inverse_kernel_size=None)
+    other = _train(exact, free_folder(folder.parent, f"{folder.name}-twin"), device, quiet, json)
     if not json:
         print_comparison(result, other)
 
@@ -103,7 +105,7 @@ def fit(
     settings: Settings = None,
     run: RunFolderOption = None,
     device: Device = "auto",
-    on_divergence: OnDivergence = DivergenceKind.rollback,
+    on_divergence: OnDivergence = None,
     quiet: Quiet = False,
     json: Json = False,
     debug: Debug = False,
@@ -114,8 +116,9 @@ def fit(
     path = str(file.resolve())
     dataset = load_dataset(path)
     chosen = replace(recipe_for(path, dataset.shape, len(dataset.train)), name=f"fit-{file.resolve().stem}")
-    chosen = override(chosen, settings or [])
-    _train(chosen, run or free_folder(Path("runs"), chosen.name), device, on_divergence, quiet, json)
+    del dataset  # the run loads it again, in the way that the settings ask for
+    chosen = _adjusted(override(chosen, settings or []), on_divergence=on_divergence and on_divergence.value)
+    _train(chosen, run or free_folder(Path("runs"), chosen.name), device, quiet, json)
 
 
 @command("eval", "selfnorm eval runs/digits-fc-snf", "selfnorm eval runs/mnist-fc-snf --samples 20 --data ~/data --json")
@@ -130,7 +133,7 @@ def evaluate(
 ) -> None:
     """The exact likelihood of a run's best weights on its data."""
     trained = Trained.open(run, the_device(device))
-    found = trained.evaluate(part.value, samples, str(data) if data else None)
+    found = trained.evaluate(part.value, samples, _folder(data))
     if json:
         print_json({"run": str(run), "part": part.value, **asdict(found)})
     else:
@@ -156,7 +159,7 @@ def sample(
     """Draw samples into a file: .png for images, .csv or .npy for any."""
     trained = Trained.open(run, the_device(device))
     checkpoint = trained.checkpoint
-    image = checkpoint.levels is not None and len(checkpoint.shape) == 3
+    image = is_image(checkpoint.shape, checkpoint.levels)
     output = output or Path("samples.png" if image else "samples.csv")
     write_samples(output, trained.sample(n, inverse.value, seed), checkpoint.levels, checkpoint.columns)
     OUT.print(f"{n} samples by the {inverse.value} inverse in {output}")
@@ -182,14 +185,10 @@ def score(
         for row in rows:
             print_json(row)
     elif output is None:
-        writer = csv.DictWriter(sys.stdout, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+        _write_csv(sys.stdout, rows)
     else:
         with replacing(output) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
-            writer = csv.DictWriter(stream, rows[0].keys(), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+            _write_csv(stream, rows)
         OUT.print(f"{len(rows)} rows in {output}")
 
 
@@ -232,7 +231,7 @@ def doctor(
     linear layers and 1×1 kernels, least squares for larger ones, where that improves on what was learned.
     """
     trained = Trained.open(run, the_device(device))
-    x = trained.examples("train", str(data) if data else None).spread(examples, seed=0)
+    x = trained.examples("train", _folder(data)).spread(examples, seed=0)
     print_health(examine(trained.flow, x), json)
     if not repair_:
         return
@@ -252,13 +251,26 @@ def version(show: Annotated[bool, typer.Option("--version", help="Show the versi
         raise typer.Exit
 
 
-def _train(recipe: Recipe, folder: Path, device: str, on_divergence: DivergenceKind, quiet: bool, as_json: bool) -> Result:
+def _train(recipe: Recipe, folder: Path, device: str, quiet: bool, as_json: bool) -> Result:
     with showing(recipe, folder, quiet, as_json) as display, transfers(quiet or as_json) as on_progress:
-        result = start_run(
-            recipe, folder, device=the_device(device), report=display, on_divergence=on_divergence.value, on_progress=on_progress
-        )
+        result = start_run(recipe, folder, device=the_device(device), report=display, on_progress=on_progress)
     print_result(folder, result, as_json)
     return result
+
+
+def _write_csv(stream: TextIO, rows: list[dict[str, Any]]) -> None:
+    writer = csv.DictWriter(stream, rows[0].keys(), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+
+
+def _adjusted(recipe: Recipe, **options: Any) -> Recipe:
+    """The recipe with the options that were given."""
+    return replace(recipe, **{name: value for name, value in options.items() if value is not None})
+
+
+def _folder(path: Path | None) -> str | None:
+    return None if path is None else str(path.expanduser().resolve())
 
 
 def _model(recipe: Recipe) -> str:

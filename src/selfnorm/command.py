@@ -52,7 +52,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback with an e
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to write.")]
 Seed = Annotated[int, typer.Option(help="Of all random draws.")]
 OnDivergence = Annotated[
-    DivergenceKind, typer.Option(help="stop, or go back to the best checkpoint and raise λ tenfold, up to 3 times.")
+    DivergenceKind | None, typer.Option(help="stop, or go back to the best checkpoint and raise λ tenfold, up to 3 times.")
 ]
 RunFolderOption = Annotated[
     Path | None, typer.Option("--run", metavar="DIR", help="The run's folder; else a new one under runs/.")

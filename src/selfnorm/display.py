@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 import sys
@@ -18,6 +17,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 from rich.text import Text
 
+from selfnorm.files import json_text
 from selfnorm.health import FlowHealth
 from selfnorm.recipe import Recipe
 from selfnorm.runs import Result
@@ -30,16 +30,8 @@ ERR = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=
 
 
 def print_json(record: Any) -> None:
-    """One line of JSON on stdout; infinities, for which JSON has no word, as null."""
-    print(json.dumps(_plain(record), allow_nan=False), flush=True)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """One line of JSON on stdout."""
+    print(json_text(record), flush=True)
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
@@ -87,7 +79,7 @@ class TrainingDisplay:
         if self.quiet:
             return
         if kind == "epoch":
-            self._shown |= {"epoch": f"{record['epoch']}/{self.recipe.epochs}", "loss": f"{record['loss']:.2f}"}
+            self._shown |= {"epoch": f"{record['epoch']}/{self.recipe.epochs}", "loss": f"{record['surrogate']:.2f}"}
             if record["reconstruction"]:
                 self._shown["error"] = f"{max(record['reconstruction']):.1e}"
         elif kind == "validation":

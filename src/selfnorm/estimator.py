@@ -102,7 +102,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         )
         given: dict[str, Any] = {"layers": self.layers, "learning_rate": self.learning_rate}
         recipe = replace(recipe, **{name: value for name, value in given.items() if value is not None})
-        trainer = Trainer(recipe, dataset, device=self.device, on_divergence="rollback")
+        trainer = Trainer(recipe, dataset, device=self.device)
         trainer.start()
         try:
             best = trainer.run()

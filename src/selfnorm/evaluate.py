@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from selfnorm.data.batches import Examples
+from selfnorm.data.batches import Examples, generator_for
 from selfnorm.flow import Flow
+
+REFERENCES = 10_000
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,29 @@ def log_likelihoods(flow: Flow, batches: Iterable[Tensor]) -> Tensor:
         return torch.cat([flow.log_prob(x).double().cpu() for x in batches])
 
 
+def mean_log_likelihoods(
+    flow: Flow,
+    examples: Examples,
+    *,
+    batch_size: int = 500,
+    samples: int = 1,
+    seed: int = 0,
+    watch: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """The exact log-likelihood of each example, averaged over so many draws of dequantisation noise; real numbers need none.
+
+    watch: called before each batch, so that a long evaluation can be left.
+    """
+    draws = 1 if examples.levels is None else samples
+
+    def watched(draw: int) -> Iterator[Tensor]:
+        for x in examples.in_order(batch_size, seed, draw):
+            watch()
+            yield x
+
+    return torch.stack([log_likelihoods(flow, watched(draw)) for draw in range(draws)]).mean(0)
+
+
 def likelihood(
     flow: Flow,
     examples: Examples,
@@ -65,19 +90,16 @@ def likelihood(
     seed: int = 0,
     watch: Callable[[], None] = lambda: None,
 ) -> Likelihood:
-    """The exact NLL of examples, each dequantised `samples` times; real-valued data needs only one.
-
-    watch: called before each batch, so that a long evaluation can be left.
-    """
-    samples = 1 if examples.levels is None else samples
-
-    def watched(sample: int) -> Iterator[Tensor]:
-        for x in examples.in_order(batch_size, seed, sample):
-            watch()
-            yield x
-
-    scores = torch.stack([log_likelihoods(flow, watched(sample)) for sample in range(samples)]).mean(0)
+    """The exact NLL of a set of examples; see `mean_log_likelihoods`."""
+    scores = mean_log_likelihoods(flow, examples, batch_size=batch_size, samples=samples, seed=seed, watch=watch)
     nll = -scores.mean().item()
     error = scores.std().item() / math.sqrt(len(scores)) if len(scores) > 1 else math.inf
-    dimensions = math.prod(examples.shape)
-    return Likelihood(nll, error, bits_per_dim(nll, dimensions), len(scores), samples)
+    draws = 1 if examples.levels is None else samples
+    return Likelihood(nll, error, bits_per_dim(nll, math.prod(examples.shape)), len(scores), draws)
+
+
+def reference_scores(flow: Flow, train: Examples, batch_size: int, seed: int, watch: Callable[[], None] = lambda: None) -> Tensor:
+    """Sorted log-likelihoods of up to 10,000 training examples: what a new example's score is compared with."""
+    order = torch.randperm(len(train), generator=generator_for(torch.device("cpu"), seed, "reference"))[:REFERENCES]
+    some = Examples(train.stored[order.to(train.stored.device)], train.levels, train.device)
+    return mean_log_likelihoods(flow, some, batch_size=batch_size, seed=seed, watch=watch).sort().values

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 PARTIAL = ".*.part*"  # matches the temporary names
 
@@ -36,6 +38,19 @@ def replacing_file(path: Path) -> Iterator[BinaryIO]:
     """The same, opened for writing bytes."""
     with replacing(path) as temporary, temporary.open("xb") as file:
         yield file
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """JSON as the standard has it: NaN and infinities, for which it has no word, become null."""
+    return json.dumps(_plain(value), allow_nan=False, indent=indent)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_text(path: Path, text: str) -> None:

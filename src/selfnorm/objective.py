@@ -109,10 +109,12 @@ class GECO(Penalty):
 
     @torch.no_grad()
     def after_step(self, error: Tensor) -> None:
-        self.average.copy_(self._averaged(error - self.tolerance))
+        known = torch.isfinite(error)  # a step that failed moves nothing
+        self.average.copy_(torch.where(known, self._averaged(error - self.tolerance), self.average))
         self.started.fill_(True)
         # An error of thousands must not carry λ past every bound in one step, nor exp() past infinity.
-        self.weight.mul_((self.rate * self.average).clamp(max=1.0).exp()).clamp_(*self.bounds)
+        factor = (self.rate * self.average).clamp(max=1.0).exp()
+        self.weight.copy_(torch.where(known, (self.weight * factor).clamp(*self.bounds), self.weight))
 
     def _averaged(self, constraint: Tensor) -> Tensor:
         blend = self.decay * self.average + (1 - self.decay) * constraint
@@ -137,7 +139,8 @@ class MDMM(Penalty):
 
     @torch.no_grad()
     def after_step(self, error: Tensor) -> None:
-        self.weight.add_(self.rate * (error - self.tolerance)).clamp_(min=0)
+        moved = (self.weight + self.rate * (error - self.tolerance)).clamp(min=0)
+        self.weight.copy_(torch.where(torch.isfinite(error), moved, self.weight))  # a step that failed moves nothing
 
 
 class Loss(nn.Module):
@@ -160,6 +163,7 @@ class Loss(nn.Module):
         self.penalty = penalty if isinstance(penalty, Penalty) else Fixed(penalty)
         self.penalty.attach(len(flow.reconstruction_names))
         self.probes = count("Loss", "probes", probes) if probes else 0
+        self._shapes: list[tuple[int, ...]] = []
         self._dimensions = torch.zeros(0)
 
     def forward(
@@ -185,9 +189,10 @@ class Loss(nn.Module):
         return [self.flow.bijection.get_submodule(name) for name in self.flow.reconstruction_names]  # type: ignore[misc]
 
     def _dimensions_of(self, layers: list[SelfNormLinear | SelfNormConv2d], x: Tensor) -> Tensor:
-        # Made once, since a copy from the host would break into a captured step; image sizes do not change in mid-training.
-        if self._dimensions.shape[0] != len(layers) or self._dimensions.device != x.device or self._dimensions.dtype != x.dtype:
-            self._dimensions = x.new_tensor([math.prod(layer.example_shape) for layer in layers])
+        # Made only when something changed, since a copy from the host would break into a captured step.
+        shapes = [layer.example_shape for layer in layers]
+        if shapes != self._shapes or self._dimensions.device != x.device or self._dimensions.dtype != x.dtype:
+            self._shapes, self._dimensions = shapes, x.new_tensor([math.prod(shape) for shape in shapes])
         return self._dimensions
 
     def _probe(self, layer: SelfNormLinear | SelfNormConv2d, x: Tensor, generator: torch.Generator | None) -> Tensor:

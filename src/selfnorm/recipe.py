@@ -57,6 +57,7 @@ class Recipe:
     clip: float | None = None  # of the gradient's norm
     init_examples: int | None = None  # how many examples data-dependent layers start from; else one batch
     seed: int = 0
+    on_divergence: Literal["stop", "rollback"] = "stop"  # or go back to the best, with ten times the weight, up to 3 times
     threads: int | None = None  # CPU threads; small models are faster with one
     # evaluation, exact
     validate_every: int = 10  # epochs
@@ -131,8 +132,10 @@ def to_toml(recipe: Recipe) -> str:
     lines = []
     for key, value in asdict(recipe).items():
         if value is not None:
-            # A JSON string is a TOML string, and so are JSON's true and false; numbers keep Python's shortest exact form.
-            lines.append(f"{key} = {json.dumps(value) if isinstance(value, str | bool) else repr(value)}")
+            # A JSON string is a TOML string (but for DEL), and so are JSON's true and false; numbers keep Python's exact form.
+            plain = isinstance(value, str | bool)
+            text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") if plain else repr(value)
+            lines.append(f"{key} = {text}")
     return "\n".join(lines) + "\n"
 
 

@@ -152,7 +152,7 @@ def recipe_for(data: str, shape: tuple[int, ...], examples: int, max_steps: int 
     examples: how many there are to train on. It stops early, and is quick enough for a CPU rather than the best there can be.
     """
     dimensions = math.prod(shape)
-    steps = max(1, examples // batch_size)  # in an epoch
+    steps = max(1, examples // max(1, batch_size))  # in an epoch
     common = Recipe(
         "fit",
         data=data,
@@ -165,6 +165,7 @@ def recipe_for(data: str, shape: tuple[int, ...], examples: int, max_steps: int 
         init_examples=10_000,
         validate_every=max(1, max_steps // steps // 50),
         patience=10,
+        on_divergence="rollback",
     )
     if len(shape) == 3 and dimensions > 256 and shape[1] % 4 == 0 and shape[2] % 4 == 0:
         return replace(common, model="glow", blocks=2, steps=8, hidden=64, weight=100.0, init_examples=100, standardize=False)

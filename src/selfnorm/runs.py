@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from selfnorm.bijection import located
 from selfnorm.data import load_dataset
 from selfnorm.data.batches import Examples, generator_for
-from selfnorm.data.dataset import Dataset
+from selfnorm.data.dataset import Dataset, fingerprint, is_image
 from selfnorm.data.files import Progress as OnProgress
-from selfnorm.evaluate import Likelihood, evaluating, likelihood, log_likelihoods
-from selfnorm.files import replacing, write_text
+from selfnorm.evaluate import Likelihood, evaluating, likelihood, reference_scores
+from selfnorm.files import json_text, replacing, write_text
 from selfnorm.flow import Flow
 from selfnorm.recipe import Recipe
 from selfnorm.report import figures
 from selfnorm.report.provenance import provenance
-from selfnorm.train.checkpoint import read
+from selfnorm.train.checkpoint import Checkpoint, read
 from selfnorm.train.folder import RunFolder
-from selfnorm.train.loop import OnDivergence, Report, Trainer, threads
+from selfnorm.train.loop import Report, Trainer, threads
 from selfnorm.train.stopping import StopRequests
-
-MOST_SCORES = 10_000  # training examples to compare new ones with
 
 
 @dataclass(frozen=True)
@@ -48,21 +46,13 @@ def start_run(
     *,
     device: torch.device | str = "cpu",
     report: Report | None = None,
-    on_divergence: OnDivergence = "stop",
     on_progress: OnProgress | None = None,
     save_every: float = 30.0,
 ) -> Result:
     """Train a recipe into a new folder. `save_every`: seconds between checkpoints."""
     folder = RunFolder(path)
-    trainer = Trainer(
-        recipe,
-        _dataset(recipe, on_progress),
-        device=device,
-        folder=folder,
-        report=report,
-        on_divergence=on_divergence,
-        save_every=save_every,
-    )
+    dataset = _dataset(recipe, on_progress)
+    trainer = Trainer(recipe, dataset, device=device, folder=folder, report=report, save_every=save_every)
     trainer.start()
     folder.create(recipe)
     return _finish(trainer, folder, report)
@@ -71,31 +61,39 @@ def start_run(
 def resume_run(
     path: Path,
     *,
+    data_dir: str | None = None,
+    on_divergence: Literal["stop", "rollback"] | None = None,
     device: torch.device | str = "cpu",
     report: Report | None = None,
-    on_divergence: OnDivergence = "stop",
     on_progress: OnProgress | None = None,
     save_every: float = 30.0,
 ) -> Result:
-    """Go on with the run of a folder where its last checkpoint left it."""
+    """Go on with the run of a folder where its last checkpoint left it; only what is given here may differ from its recipe."""
     folder = RunFolder(path)
-    recipe = folder.read_recipe()
+    stored = folder.read_recipe()
     folder.sweep()
-    trainer = Trainer(
-        recipe,
-        _dataset(recipe, on_progress),
-        device=device,
-        folder=folder,
-        report=report,
-        on_divergence=on_divergence,
-        save_every=save_every,
-    )
-    if folder.last.exists():
-        trainer.resume(read(folder.last))
-    else:  # stopped before its first checkpoint
+    recipe = replace(stored, data_dir=data_dir or stored.data_dir, on_divergence=on_divergence or stored.on_divergence)
+    dataset = _dataset(recipe, on_progress)
+    trainer = Trainer(recipe, dataset, device=device, folder=folder, report=report, save_every=save_every)
+    if not folder.last.exists():  # stopped before its first checkpoint
         trainer.start()
         folder.rewind_log(0)
+        return _finish(trainer, folder, report)
+    checkpoint = read(folder.last)
+    with located(str(folder.last)):
+        _expect_same(checkpoint, recipe, dataset)
+        trainer.resume(checkpoint)
     return _finish(trainer, folder, report)
+
+
+def _expect_same(checkpoint: Checkpoint, recipe: Recipe, dataset: Dataset) -> None:
+    """Refuse to go on with another recipe or other data than a run began with."""
+    before = replace(checkpoint.recipe, data_dir=recipe.data_dir, on_divergence=recipe.on_divergence)
+    changed = [field.name for field in fields(Recipe) if getattr(before, field.name) != getattr(recipe, field.name)]
+    if changed:
+        raise ValueError(f"expected the recipe that the run began with, got another {', '.join(changed)} in recipe.toml")
+    if checkpoint.data != fingerprint(dataset):
+        raise ValueError(f"expected the data that the run began with, got other data from {recipe.data}")
 
 
 def free_folder(parent: Path, name: str) -> Path:
@@ -110,22 +108,15 @@ def _dataset(recipe: Recipe, on_progress: OnProgress | None = None) -> Dataset:
 
 def _finish(trainer: Trainer, folder: RunFolder, report: Report | None) -> Result:
     best = trainer.run()
-    recipe, dataset = trainer.recipe, trainer.dataset
-    flow = best.flow().to(trainer.device)
+    recipe, dataset, device = trainer.recipe, trainer.dataset, trainer.device
+    flow = best.flow().to(device)
+    size, seed = recipe.eval_batch_size, recipe.seed
     with threads(recipe.threads), StopRequests() as stop:
-        test = likelihood(
-            flow,
-            Examples(dataset.test, dataset.levels, trainer.device),
-            batch_size=recipe.eval_batch_size,
-            samples=recipe.test_samples,
-            seed=recipe.seed,
-            watch=stop.check,
-        )
-        scores = _training_scores(recipe, flow, trainer.train)
+        examples = Examples(dataset.test, dataset.levels, device)
+        test = likelihood(flow, examples, batch_size=size, samples=recipe.test_samples, seed=seed, watch=stop.check)
+        scores = reference_scores(flow, trainer.train, size, seed, watch=stop.check)
         with replacing(folder.scores) as temporary:
-            np.save(temporary, scores)
-        draw_samples(folder.samples, flow, trainer.train, dataset.columns)
-    figures.curves(folder.curves, folder.read_log(), flow.reconstruction_names)
+            np.save(temporary, scores.numpy())
     progress = trainer.progress
     assert progress.best_nll is not None
     result = Result(
@@ -136,23 +127,20 @@ def _finish(trainer: Trainer, folder: RunFolder, report: Report | None) -> Resul
         trainer.epoch,
         progress.seconds,
         progress.rollbacks,
-        provenance(trainer.device),
+        provenance(device),
     )
-    write_text(folder.result, json.dumps(asdict(result), indent=2) + "\n")
+    write_text(folder.result, json_text(asdict(result), indent=2) + "\n")
     if report:
         report({"kind": "result", "folder": str(folder.path), **asdict(result)})
+    # Last, since what can go wrong with a picture must not cost the figures.
+    figures.curves(folder.curves, folder.read_log(), flow.reconstruction_names)
+    draw_samples(folder.samples, flow, trainer.train, dataset.columns)
     return result
-
-
-def _training_scores(recipe: Recipe, flow: Flow, train: Examples) -> NDArray[np.float64]:
-    order = torch.randperm(len(train), generator=generator_for(torch.device("cpu"), recipe.seed, "scores"))[:MOST_SCORES]
-    some = Examples(train.stored[order.to(train.stored.device)], train.levels, train.device)
-    return np.sort(log_likelihoods(flow, some.in_order(recipe.eval_batch_size, recipe.seed)).numpy())
 
 
 def draw_samples(path: Path, flow: Flow, train: Examples, columns: tuple[str, ...]) -> None:
     """The sheet of a run: data, samples by the learned inverse, and samples by the exact one from the same z."""
-    image = train.levels is not None and len(train.shape) == 3
+    image = is_image(train.shape, train.levels)
     data = train.spread(64 if image else 1000, seed=0)
     with evaluating(flow):
         learned, exact = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,13 @@ from torch import Tensor
 from selfnorm.bijection import located
 from selfnorm.data import load_dataset, read_examples
 from selfnorm.data.batches import Examples, generator_for
-from selfnorm.evaluate import Likelihood, evaluating, likelihood, log_likelihoods
+from selfnorm.data.dataset import is_image
+from selfnorm.evaluate import Likelihood, evaluating, likelihood, mean_log_likelihoods, reference_scores
 from selfnorm.files import replacing
 from selfnorm.flow import Flow, Inverse
 from selfnorm.report import figures
 from selfnorm.train.checkpoint import Checkpoint, checkpoint_in, read
+from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import threads
 
 
@@ -77,22 +80,29 @@ class Trained:
         levels = self.checkpoint.levels
         if levels is not None and int(table.max()) >= levels:
             raise ValueError(f"{file}: expected grey levels below {levels}, as in training, got {int(table.max())}")
-        examples, size = Examples(table, levels, self.device), self.checkpoint.recipe.eval_batch_size
-        draws = 1 if levels is None else samples
         with threads(self.checkpoint.recipe.threads):
-            log_likelihood = torch.stack(
-                [log_likelihoods(self.flow, examples.in_order(size, seed, draw)) for draw in range(draws)]
-            ).mean(0)
-        return Scores.of(log_likelihood.numpy(), self._training_scores())
+            found = mean_log_likelihoods(
+                self.flow,
+                Examples(table, levels, self.device),
+                batch_size=self.checkpoint.recipe.eval_batch_size,
+                samples=samples,
+                seed=seed,
+            )
+            return Scores.of(found.numpy(), self._training_scores())
 
     def _training_scores(self) -> NDArray[np.float64]:
-        path = self.path.parent / "training_scores.npy"
-        if not path.exists():
-            raise ValueError(
-                f"{path}: expected the training data's scores, which a finished run leaves beside its checkpoint, got no file"
-            )
-        scores: NDArray[np.float64] = np.load(path, allow_pickle=False)
-        return scores
+        """Of the run's training data, as the run left them for its best weights, else computed anew."""
+        recipe, folder = self.checkpoint.recipe, RunFolder(self.path.parent)
+        if self.path.name == folder.best.name and folder.scores.exists():
+            try:
+                stored: NDArray[np.float64] = np.load(folder.scores, allow_pickle=False)
+            except (ValueError, EOFError) as error:
+                raise ValueError(f"{folder.scores}: expected the training data's scores, got a damaged file ({error})") from None
+            return stored
+        fresh: NDArray[np.float64] = reference_scores(
+            self.flow, self.examples("train"), recipe.eval_batch_size, recipe.seed
+        ).numpy()
+        return fresh
 
     def _in_order(self, table: Tensor, columns: tuple[str, ...], file: Path) -> Tensor:
         known = self.checkpoint.columns
@@ -150,7 +160,7 @@ def write_samples(path: Path, samples: Tensor, levels: int | None, columns: tupl
     if not path.parent.is_dir():  # a figure would make it
         raise OSError(f"{path}: expected a folder to write it to, got none at {path.parent}")
     suffix = path.suffix.lower()
-    image = levels is not None and samples.dim() == 4
+    image = is_image(tuple(samples.shape[1:]), levels)
     if suffix == ".png" and image:
         assert levels is not None
         figures.image_grid(path, samples, levels)
@@ -164,5 +174,6 @@ def write_samples(path: Path, samples: Tensor, levels: int | None, columns: tupl
             np.save(temporary, values.numpy())
             return
         names = columns or tuple(f"x{index}" for index in range(math.prod(samples.shape[1:])))
-        table = values.flatten(1).numpy()
-        np.savetxt(temporary, table, delimiter=",", header=",".join(names), comments="", fmt="%d" if levels else "%.9g")
+        with temporary.open("w", newline="", encoding="utf-8") as stream:
+            csv.writer(stream, lineterminator="\n").writerow(names)
+            np.savetxt(stream, values.flatten(1).numpy(), delimiter=",", fmt="%d" if levels else "%.9g")

@@ -20,7 +20,10 @@ def generator_for(device: torch.device, *counters: int | str) -> torch.Generator
 
 
 def dequantise(x: Tensor, levels: int | None, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Grey levels 0 … levels−1 to real numbers in [0, levels), by uniform noise; real-valued data as it is."""
+    """Grey levels 0 … levels−1 to real numbers in [0, levels) by uniform noise; real-valued data as it is.
+
+    In float32 the sum of the top level and a noise just below 1 may round to `levels` itself, which a `Logit` with α > 0 takes.
+    """
     if levels is None:
         return x.to(dtype)
     return x + torch.rand(x.shape, generator=generator, device=x.device, dtype=dtype)
@@ -30,7 +33,7 @@ def augment(x: Tensor, flip: bool, jitter: int, generator: torch.Generator) -> T
     """Images (N, C, H, W), each mirrored with probability ½ if `flip`, and shifted by up to `jitter` pixels each way."""
     n, _, height, width = x.shape
     if flip:
-        mirrored = torch.rand(n, 1, 1, 1, generator=generator, device=x.device) < 0.5
+        mirrored = torch.randint(2, (n, 1, 1, 1), generator=generator, device=x.device, dtype=torch.bool)
         x = torch.where(mirrored, x.flip(-1), x)
     if jitter:
         shift = torch.randint(-jitter, jitter + 1, (2, n, 1), generator=generator, device=x.device)
@@ -108,10 +111,9 @@ class TrainingBatches:
     def batch(self, epoch: int, step: int) -> Tensor:
         """The batch of a step, (batch_size, *shape)."""
         if epoch != self._epoch:
-            home = self.examples.stored.device
-            self._order = torch.randperm(
-                len(self.examples), generator=generator_for(home, self.seed, "order", epoch), device=home
-            )
+            # On the CPU, wherever the data lies: that may depend on how much memory was free.
+            order = torch.randperm(len(self.examples), generator=generator_for(torch.device("cpu"), self.seed, "order", epoch))
+            self._order = order.to(self.examples.stored.device)
             self._epoch = epoch
         generator = self.generator("batch", epoch, step)
         x = self.examples.gather(self._order[step * self.batch_size : (step + 1) * self.batch_size])

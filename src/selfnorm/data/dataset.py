@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 SEED = 0
+
+
+def fingerprint(dataset: Dataset) -> str:
+    """A short text that differs, almost surely, for other data: sizes, and a digest of some training examples."""
+    rows = torch.linspace(0, len(dataset.train) - 1, 100).round().long()
+    digest = hashlib.sha256(dataset.train[rows].numpy().tobytes()).hexdigest()[:16]
+    return f"{len(dataset.train)}/{len(dataset.validation)}/{len(dataset.test)} {digest}"
+
+
+def is_image(shape: tuple[int, ...], levels: int | None) -> bool:
+    """Whether examples of that shape are pictures to be shown."""
+    return levels is not None and len(shape) == 3
 
 
 @dataclass(frozen=True, eq=False)

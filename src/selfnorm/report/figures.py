@@ -108,7 +108,7 @@ def curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Sequen
     epochs = [record for record in records if record.get("kind") == "epoch"]
     validations = [record for record in records if record.get("kind") == "validation"]
     at, when = _series(epochs, "epoch"), _series(validations, "epoch")
-    loss, nll = _series(epochs, "loss"), _series(validations, "nll")
+    loss, nll = _series(epochs, "surrogate"), _series(validations, "nll")
     reconstruction, weight = _by_layer(epochs, "reconstruction"), _by_layer(epochs, "weight")
     varies = weight.size > 0 and not np.all(weight == weight.flat[0])
 

@@ -18,6 +18,7 @@ from selfnorm.files import replacing
 from selfnorm.flow import Flow
 from selfnorm.recipe import Recipe, from_mapping
 from selfnorm.recipes import build_flow
+from selfnorm.train.folder import RunFolder
 
 FORMAT = "selfnorm-checkpoint-1"
 
@@ -35,6 +36,7 @@ class Checkpoint:
     shape: tuple[int, ...]
     levels: int | None
     columns: tuple[str, ...]
+    data: str  # the fingerprint of the data
     tensors: dict[str, Tensor]
     progress: dict[str, Any]
 
@@ -59,6 +61,7 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
         "shape": checkpoint.shape,
         "levels": checkpoint.levels,
         "columns": checkpoint.columns,
+        "data": checkpoint.data,
         "progress": checkpoint.progress,
     }
     tensors = {name: value.detach().cpu().contiguous() for name, value in checkpoint.tensors.items()}
@@ -87,7 +90,7 @@ def read(path: Path) -> Checkpoint:
         levels = None if facts["levels"] is None else count(str(path), "levels", facts["levels"])
         columns = tuple(map(str, facts["columns"]))
         progress = dict(facts["progress"].items())
-        return Checkpoint(from_mapping(facts["recipe"], str(path)), shape, levels, columns, tensors, progress)
+        return Checkpoint(from_mapping(facts["recipe"], str(path)), shape, levels, columns, str(facts["data"]), tensors, progress)
     except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: expected a checkpoint's facts, got damaged ones ({error})") from None
 
@@ -104,10 +107,10 @@ def checkpoint_in(path: Path) -> Path:
     """The checkpoint meant by a path: itself, or a run folder's best (or, before the first validation, last) one."""
     if not path.is_dir():
         return path
-    best, last = path / "best.safetensors", path / "last.safetensors"
-    if not best.exists() and not last.exists():
-        raise ValueError(f"{path}: expected a run folder with best.safetensors or last.safetensors, got neither")
-    return best if best.exists() else last
+    folder = RunFolder(path)
+    if not folder.best.exists() and not folder.last.exists():
+        raise ValueError(f"{path}: expected a run folder with {folder.best.name} or {folder.last.name}, got neither")
+    return folder.best if folder.best.exists() else folder.last
 
 
 def cloned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

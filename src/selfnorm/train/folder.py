@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, TextIO
 
-from selfnorm.files import PARTIAL, write_text
+from selfnorm.files import PARTIAL, json_text, write_text
 from selfnorm.recipe import Recipe, from_toml, to_toml
 
 
@@ -61,7 +61,7 @@ class RunFolder:
         """Append a line to the metrics; the file's length after it."""
         if self._log is None:
             self._log = self.metrics.open("a", encoding="utf-8")
-        self._log.write(json.dumps(record) + "\n")
+        self._log.write(json_text(record) + "\n")
         self._log.flush()
         return self._log.tell()
 

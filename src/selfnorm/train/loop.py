@@ -5,40 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
 from selfnorm.data.batches import Examples, TrainingBatches
-from selfnorm.data.dataset import Dataset
-from selfnorm.evaluate import likelihood
+from selfnorm.data.dataset import Dataset, fingerprint
+from selfnorm.evaluate import Likelihood, likelihood
 from selfnorm.flow import Flow
 from selfnorm.recipe import Recipe
 from selfnorm.recipes import build_flow, build_loss
 from selfnorm.train.checkpoint import Checkpoint, cloned, optimizer_tensors, read, restore_optimizer, save
 from selfnorm.train.folder import RunFolder
+from selfnorm.train.progress import Progress
 from selfnorm.train.step import EagerStep, Step, adam, diagnosis, learning_rate_at, steps_taken
 from selfnorm.train.stopping import DivergedError, StoppedError, StopRequests
 
-OnDivergence = Literal["stop", "rollback"]
 Report = Callable[[dict[str, Any]], None]
 MAX_ROLLBACKS = 3
-
-
-@dataclass
-class Progress:
-    """Where a run stands: everything the loop remembers from one step to the next, beside tensors."""
-
-    step: int = 0  # steps taken
-    validated: int = 0  # the step of the last validation
-    best_nll: float | None = None  # exact, on the validation part
-    best_step: int = 0
-    stale: int = 0  # validations since the best
-    worse: int = 0  # validations in a row that were far above the best
-    rollbacks: int = 0
-    log_length: int = 0
-    seconds: float = 0.0
 
 
 class Trainer:
@@ -56,25 +41,26 @@ class Trainer:
         device: torch.device | str = "cpu",
         folder: RunFolder | None = None,
         report: Report | None = None,
-        on_divergence: OnDivergence = "stop",
         save_every: float = 30.0,
     ) -> None:
         self.recipe, self.dataset, self.folder = recipe, dataset, folder
         self.device = torch.device(device)
         self._report = report or (lambda record: None)
-        self._on_divergence, self._save_every = on_divergence, save_every
+        self._save_every = save_every
         self.train = Examples(dataset.train, dataset.levels, self.device)
         self.validation = Examples(dataset.validation, dataset.levels, self.device)
         self.batches = TrainingBatches(self.train, recipe.batch_size, recipe.seed, recipe.flip, recipe.jitter)
         self.total = self.batches.steps_per_epoch * recipe.epochs
         self.loss = build_loss(recipe, build_flow(recipe, dataset.shape, dataset.levels)).to(self.device)
+        self._fingerprint = fingerprint(dataset)
         self._names = [name for name, _ in self.loss.named_parameters()]
         self.optimizer = adam(self.loss)
         self.progress = Progress()
         self._start_sums()
         self._step: Step = self._make_step()
-        self._saved_at, self._told_at = time.monotonic(), 0.0
-        self._best: Checkpoint | None = None  # of the best validation, if it was in this process
+        self._saved_at = self._told_at = self._clock = time.monotonic()
+        self._best: Checkpoint | None = None  # of the best validation; None until it is read from the folder
+        self._best_on_disk: Checkpoint | None = None
         self._good: Checkpoint | None = None  # of the last validation that was not far above the best
 
     @property
@@ -94,8 +80,9 @@ class Trainer:
         self._best = self._good = self._capture()
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint."""
+        """Go on from a checkpoint of this recipe's."""
         self._restore(checkpoint)
+        self._good = checkpoint if self.progress.worse == 0 else self.best()
         if self.folder:
             self.folder.rewind_log(self.progress.log_length)
 
@@ -104,35 +91,48 @@ class Trainer:
 
         Raises `StoppedError` after SIGINT or SIGTERM, the run saved, and `DivergedError`.
         """
+        self._clock = time.monotonic()
         with threads(self.recipe.threads), StopRequests() as stop:
             try:
-                self._loop(stop)
-            except StoppedError:
-                self.save()
-                raise
+                self._loop_and_save(stop)
             except DivergedError:
-                self._keep_good()
+                assert self._good is not None
+                self._write(self._good)
                 raise
             finally:
                 if self.folder:
                     self.folder.close_log()
-            self.save()
             return self.best()
 
     def best(self) -> Checkpoint:
         """The checkpoint of the best validation so far; before the first, of the start."""
         if self._best is None:
             assert self.folder is not None
-            self._best = read(self.folder.best)
+            self._best = self._best_on_disk = read(self.folder.best)
         return self._best
 
     def save(self) -> None:
-        """Write both checkpoints, the best one first: `last` never knows of a best that is not on disk."""
+        """Write checkpoints of the best and of the present state."""
+        if self._step.failed:
+            self._step_failed()
+        self._write(self._capture())
+
+    def _write(self, last: Checkpoint) -> None:
+        # The best one first: `last` must never know of a best that is not on disk.
         if self.folder:
-            if self._best is not None:
+            if self._best is not None and self._best is not self._best_on_disk:
                 save(self.folder.best, self._best)
-            save(self.folder.last, self._capture())
+                self._best_on_disk = self._best
+            save(self.folder.last, last)
         self._saved_at = time.monotonic()
+
+    def _loop_and_save(self, stop: StopRequests) -> None:
+        try:
+            self._loop(stop)
+        except StoppedError:
+            self.save()
+            raise
+        self.save()
 
     def _loop(self, stop: StopRequests) -> None:
         recipe, progress = self.recipe, self.progress
@@ -146,7 +146,6 @@ class Trainer:
                 continue
             if progress.step >= self.total or (recipe.patience and progress.stale >= recipe.patience):
                 return
-            started = time.monotonic()
             rate = learning_rate_at(
                 progress.step,
                 self.batches.steps_per_epoch,
@@ -160,94 +159,67 @@ class Trainer:
             self._reconstruction += metrics.reconstruction
             progress.step += 1
             last = index == self.batches.steps_per_epoch - 1
-            ended = time.monotonic()
-            progress.seconds += ended - started
-            saving = self.folder is not None and ended - self._saved_at > self._save_every
             # Reading the device makes it wait, so that is left for where it waits anyway.
-            if (last or saving or self.device.type == "cpu") and self._step.failed:
+            if (last or self.device.type == "cpu") and self._step.failed:
                 self._step_failed()
                 continue
             if last:
                 self._end_epoch(epoch + 1, rate)
-            if ended - self._told_at > 0.2:
-                self._told_at = ended
+            now = time.monotonic()
+            if now - self._told_at > 0.2:
+                self._told_at = now
                 self._report({"kind": "step", "step": progress.step, "total": self.total})
-            if saving:
+            if self.folder and now - self._saved_at > self._save_every:
                 self.save()
             stop.check()
 
     def _end_epoch(self, epoch: int, rate: float) -> None:
         steps = self.batches.steps_per_epoch
-        self._log(
-            {
-                "kind": "epoch",
-                "epoch": epoch,
-                "step": self.progress.step,
-                "loss": self._surrogate.item() / steps,
-                "reconstruction": (self._reconstruction / steps).tolist(),
-                "weight": self.loss.penalty.weight.tolist(),
-                "learning_rate": rate,
-                "seconds": self.progress.seconds,
-            }
-        )
+        surrogate, reconstruction = self._surrogate.item() / steps, (self._reconstruction / steps).tolist()
+        weight = self.loss.penalty.weight.tolist()
+        self._log("epoch", epoch=epoch, surrogate=surrogate, reconstruction=reconstruction, weight=weight, learning_rate=rate)
         self._start_sums()
 
     def _validate(self, stop: StopRequests) -> None:
-        recipe, progress = self.recipe, self.progress
-        started = time.monotonic()
         try:
-            found = likelihood(
-                self.flow,
-                self.validation,
-                batch_size=recipe.eval_batch_size,
-                seed=recipe.seed,
-                watch=stop.check,
-            )
+            found = self._likelihood(self.flow, self.validation, stop)
         except ValueError as error:  # weights without an exact likelihood: singular, or not finite
             self._diverge(f"no exact likelihood at epoch {self.epoch}: {error}")
             return
-        progress.validated = progress.step
-        progress.seconds += time.monotonic() - started
-        best = progress.best_nll
-        if best is None or found.nll < best:
-            progress.best_nll, progress.best_step = found.nll, progress.step
-            progress.stale = progress.worse = 0
-        else:
-            progress.stale += 1
-            progress.worse = progress.worse + 1 if found.nll > best + max(0.05 * abs(best), 5.0) else 0
+        after = replace(self.progress)
+        after.judge(found.nll)
+        patience = self.recipe.patience
+        if after.diverged and patience and self._overfits(stop):
+            after.stale, after.worse = max(after.stale, patience), 0  # no divergence, but it has waited long enough
+        # From here on nothing can be interrupted: a validation counts as a whole or not at all.
+        self.progress.__dict__.update(after.__dict__)
         self._log(
-            {
-                "kind": "validation",
-                "epoch": self.epoch,
-                "step": progress.step,
-                "nll": found.nll,
-                "standard_error": found.standard_error,
-                "bits_per_dim": found.bits_per_dim,
-                "best": progress.best_nll,
-                "seconds": progress.seconds,
-            }
+            "validation",
+            epoch=self.epoch,
+            nll=found.nll,
+            standard_error=found.standard_error,
+            bits_per_dim=found.bits_per_dim,
+            best=self.progress.best_nll,
         )
-        if progress.worse >= 2 and recipe.patience and self._overfits(stop):
-            progress.stale = max(progress.stale, recipe.patience)  # it has waited long enough
-        elif progress.worse >= 2:
+        if self.progress.diverged:
+            best, then = self.progress.best_nll, self.progress.best_step // self.batches.steps_per_epoch
+            epoch = self.epoch
             self._diverge(
-                f"the exact validation NLL is {found.nll:.1f} nats at epoch {self.epoch}, and was {best:.1f} at epoch "
-                f"{progress.best_step // self.batches.steps_per_epoch}"
+                f"the exact validation NLL is {found.nll:.1f} nats at epoch {epoch}, and was {best:.1f} at epoch {then}"
             )
-        elif progress.worse == 0:
+        elif self.progress.worse == 0:
             self._good = self._capture()
-            if progress.stale == 0:
+            if self.progress.stale == 0:
                 self._best = self._good
+
+    def _likelihood(self, flow: Flow, examples: Examples, stop: StopRequests) -> Likelihood:
+        return likelihood(flow, examples, batch_size=self.recipe.eval_batch_size, seed=self.recipe.seed, watch=stop.check)
 
     def _overfits(self, stop: StopRequests) -> bool:
         """Whether training examples, as many as validation has, became more likely since the best: then it is no divergence."""
-        size, seed = self.recipe.eval_batch_size, self.recipe.seed
         some = Examples(self.dataset.train[: len(self.validation)], self.dataset.levels, self.device)
-        then, now = (
-            likelihood(flow, some, batch_size=size, seed=seed, watch=stop.check)
-            for flow in (self.best().flow().to(self.device), self.flow)
-        )
-        return now.nll < then.nll
+        then = self._likelihood(self.best().flow().to(self.device), some, stop)
+        return self._likelihood(self.flow, some, stop).nll < then.nll
 
     def _step_failed(self) -> None:
         # No weight has changed since the step that failed, which is the one that Adam did not count.
@@ -256,44 +228,36 @@ class Trainer:
         self._diverge(f"a non-finite loss or gradient at epoch {epoch + 1}, step {index + 1}: {where}")
 
     def _diverge(self, reason: str) -> None:
-        if self._on_divergence == "stop" or self.progress.rollbacks >= MAX_ROLLBACKS:
+        """Go back to the best checkpoint with ten times the λ, if the recipe says so and λ can help; else `DivergedError`."""
+        progress, weight = self.progress, self.loss.penalty.weight.clone()
+        if self.recipe.on_divergence == "stop" or progress.rollbacks >= MAX_ROLLBACKS or not (weight > 0).any():
             raise DivergedError(
                 f"{self.recipe.name} diverged: {reason}. Try a larger weight (λ is {self._weights()}), a gradient clip, a "
                 "smaller learning_rate, or --on-divergence rollback"
-                + (f" ({MAX_ROLLBACKS} rollbacks did not help)" if self.progress.rollbacks else "")
+                + (f" ({progress.rollbacks} rollbacks did not help)" if progress.rollbacks else "")
             )
-        rollbacks, seconds, log_length = self.progress.rollbacks + 1, self.progress.seconds, self.progress.log_length
-        raised = self.loss.penalty.weight.clone()
+        rollbacks, seconds = progress.rollbacks + 1, progress.seconds
         self._restore(self.best())
-        self.progress.rollbacks, self.progress.seconds, self.progress.log_length = rollbacks, seconds, log_length
+        progress.rollbacks, progress.seconds = rollbacks, seconds
         # Tenfold what just failed, not what the best checkpoint had: a second rollback must go further than the first.
-        self.loss.penalty.weight.copy_(raised)
+        self.loss.penalty.weight.copy_(weight)
         self.loss.penalty.raise_weight(10.0)
-        self._log(
-            {
-                "kind": "rollback",
-                "epoch": self.epoch,
-                "step": self.progress.step,
-                "weight": self.loss.penalty.weight.tolist(),
-                "reason": reason,
-            }
-        )
+        self._log("rollback", epoch=self.epoch, weight=self.loss.penalty.weight.tolist(), reason=reason)
+        # So that a kill cannot leave a best of after the rollback beside a last of before it.
+        self._write(self._capture())
 
     def _weights(self) -> str:
         weights = self.loss.penalty.weight.tolist()
         return ", ".join(f"{weight:g}" for weight in sorted(set(weights))[:3]) or "not in use: no layer learns its inverse"
 
-    def _log(self, record: dict[str, Any]) -> None:
+    def _log(self, kind: str, **facts: Any) -> None:
+        now = time.monotonic()
+        self.progress.seconds += now - self._clock
+        self._clock = now
+        record = {"kind": kind, "step": self.progress.step, **facts, "seconds": self.progress.seconds}
         if self.folder:
             self.progress.log_length = self.folder.log(record)
         self._report(record)
-
-    def _keep_good(self) -> None:
-        if self.folder:
-            if self._best is not None:
-                save(self.folder.best, self._best)
-            if self._good is not None:
-                save(self.folder.last, self._good)
 
     def _start_sums(self) -> None:
         weight = self.loss.penalty.weight
@@ -307,18 +271,21 @@ class Trainer:
         tensors |= {f"adam.{name}": value for name, value in optimizer_tensors(self.optimizer, self._names).items()}
         tensors |= {"sums.surrogate": self._surrogate, "sums.reconstruction": self._reconstruction}
         data = self.dataset
-        return Checkpoint(self.recipe, data.shape, data.levels, data.columns, cloned(tensors), asdict(self.progress))
+        return Checkpoint(
+            self.recipe, data.shape, data.levels, data.columns, self._fingerprint, cloned(tensors), asdict(self.progress)
+        )
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        self.loss.load_state_dict(checkpoint.part("loss."))
-        restore_optimizer(self.optimizer, self._names, checkpoint.part("adam."))
-        sums = checkpoint.part("sums.")
-        self._surrogate = sums["surrogate"].to(self.device, copy=True)
-        self._reconstruction = sums["reconstruction"].to(self.device, copy=True)
         try:
-            self.progress.__dict__.update(Progress(**checkpoint.progress).__dict__)
-        except TypeError as error:
-            raise ValueError(f"checkpoint of {self.recipe.name}: expected the progress of a run, got another ({error})") from None
+            progress = Progress(**checkpoint.progress)
+            self.loss.load_state_dict(checkpoint.part("loss."))
+            restore_optimizer(self.optimizer, self._names, checkpoint.part("adam."))
+            sums = checkpoint.part("sums.")
+            self._surrogate = sums["surrogate"].to(self.device, copy=True)
+            self._reconstruction = sums["reconstruction"].to(self.device, copy=True)
+        except (TypeError, KeyError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{self.recipe.name}: expected the checkpoint of such a run, got another ({error})") from None
+        self.progress.__dict__.update(progress.__dict__)
         self._step = self._make_step()
 
 

@@ -89,7 +89,13 @@ def diagnosis(loss: Loss, batches: TrainingBatches, epoch: int, index: int) -> s
             return f"layer {name}: its reconstruction error is {error_}"
     loss.zero_grad(set_to_none=True)
     value.backward()
-    bad = [name for name, p in loss.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
+    sizes = {name: p.grad.abs().max().item() for name, p in loss.named_parameters() if p.grad is not None}
     loss.zero_grad(set_to_none=True)
     # The backward pass goes from the last layer to the first and carries a NaN along: the last one named is where it began.
-    return f"{bad[-1]} is the first to get a non-finite gradient" if bad else f"the loss is {value.item()}"
+    bad = [name for name, size in sizes.items() if not size < float("inf")]
+    if bad:
+        return f"{bad[-1]} is the first to get a non-finite gradient"
+    largest = max(sizes, key=lambda name: sizes[name])
+    return (
+        f"the loss is {value.item():.3g}, and the largest gradient, {sizes[largest]:.3g}, that of {largest}: its square overflows"
+    )
