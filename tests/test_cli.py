@@ -472,7 +472,7 @@ def test_a_folder_that_has_a_run_is_left_alone(digits):
         ("a,b\n1,2\n3,inf\n5,6\n7,8\n", "line 3, column 2 (b)"),
         ("a,b\n1,2\n3,\n5,6\n7,8\n", "line 3, column 2 (b)"),
         ("a,b\n1,2\n3,4,5\n5,6\n7,8\n", "line 3: expected 2 columns"),
-        ("a,b\n1,2\n3,4\n", "at least 3"),
+        ("a,b\n1,2\n3,4\n", "at least 4"),
         ("a,b\n", "at least one row"),
         ("", "at least one row"),
         ("a,b\n" + "1,2\n" * 20, "constant"),

@@ -97,7 +97,7 @@ def test_every_name_can_be_asked_for(tmp_path):
 # The user's own, split
 
 
-@pytest.mark.parametrize(("rows", "sizes"), [(3, [1, 1, 1]), (10, [8, 1, 1]), (105, [85, 10, 10])])
+@pytest.mark.parametrize(("rows", "sizes"), [(4, [2, 1, 1]), (10, [8, 1, 1]), (105, [85, 10, 10])])
 def test_the_users_own_examples_are_split_without_loss(tmp_path, rows, sizes):
     np.save(tmp_path / "table.npy", np.arange(2 * rows).reshape(rows, 2))
     table = load_dataset(str(tmp_path / "table.npy"))
@@ -110,7 +110,7 @@ def test_the_users_own_examples_are_split_without_loss(tmp_path, rows, sizes):
 
 def test_too_few_examples_to_split(tmp_path):
     np.save(tmp_path / "table.npy", np.ones((2, 4)))
-    with pytest.raises(ValueError, match=r"table\.npy: expected at least 3 examples, .*, got 2"):
+    with pytest.raises(ValueError, match=r"table\.npy: expected at least 4 examples, .*, got 2"):
         load_dataset(str(tmp_path / "table.npy"))
 
 

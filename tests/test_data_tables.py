@@ -43,7 +43,7 @@ def test_one_column_and_one_row(tmp_path):
 
 
 def test_names_reach_the_dataset(tmp_path):
-    dataset = load_dataset(str(table(tmp_path, "a,b\n" + "1,2\n" * 10)))
+    dataset = load_dataset(str(table(tmp_path, "a,b\n" + "".join(f"{row},{-row}\n" for row in range(10)))))
     assert dataset.columns == ("a", "b")
     assert len(dataset.train) == 8
 
@@ -132,3 +132,14 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ValueError, match=r"pip install 'selfnorm\[parquet\]'"):
         read_examples(table(tmp_path, "", "table.parquet"))
+
+
+def test_a_constant_column_is_named(tmp_path):
+    path = table(tmp_path, "a,b\n" + "".join(f"{row},5\n" for row in range(20)))
+    with pytest.raises(ValueError, match=r"table\.csv: .*the same value in all 16 training rows of column 'b'; .*leave it out"):
+        load_dataset(str(path))
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"table\.csv: .*'a' more than once"):
+        read_examples(table(tmp_path, "a,a,b\n1,2,3\n4,5,6\n"))

@@ -214,3 +214,18 @@ def test_importing_the_package_leaves_the_estimator_and_its_company_for_later():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="nonsense"):
         _ = selfnorm.nonsense
+
+
+def test_the_validation_nll_is_in_the_rows_own_units():
+    rows = gaussian(400, 3)
+    near, far = (quick(max_steps=100).fit(scale * rows).validation_nll_ for scale in (1.0, 1000.0))
+    assert far - near == pytest.approx(2 * np.log(1000), abs=1e-3)
+
+
+def test_the_scale_comes_from_the_rows_to_learn_from():
+    """The first rows of the permutation are held out; one of them must not move the standardisation."""
+    rows = gaussian(100, 4)
+    held_out = np.random.RandomState(0).permutation(100)[0]
+    first = quick(random_state=0).fit(rows).flow_.bijection[0].scale
+    rows[held_out] = 50.0
+    assert np.array_equal(first, quick(random_state=0).fit(rows).flow_.bijection[0].scale)

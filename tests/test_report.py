@@ -184,7 +184,7 @@ def test_figures_leave_pyplot_and_the_import_alone():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda path: image_grid(path, torch.zeros(2, 2, 3, 3), 256), r"image_grid: expected images .* got \(2, 2, 3, 3\)"),
+        (lambda path: image_grid(path, torch.zeros(2, 3, 3), 256), r"image_grid: expected images .* got \(2, 3, 3\)"),
         (lambda path: image_grid(path, torch.zeros(0, 1, 3, 3), 256), r"image_grid: expected images .* got \(0, 1, 3, 3\)"),
         (lambda path: image_grid(path, torch.full((1, 1, 3, 3), torch.nan), 256), "expected a finite image, got 9 non-finite"),
         (lambda path: image_grid(path, torch.zeros(1, 1, 3, 3), 0), "expected levels"),
@@ -260,3 +260,10 @@ def test_results_run_as_a_command(tmp_path):
     (tmp_path / "results" / "a.json").write_text(json.dumps(RESULT))
     subprocess.run([sys.executable, "-m", "selfnorm.report.results"], cwd=tmp_path, check=True)
     assert (tmp_path / "RESULTS.md").read_text(encoding="utf-8") == build(tmp_path / "results")
+
+
+@pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (2, "L"), (3, "RGB"), (4, "RGB")])
+def test_images_of_any_number_of_channels_are_shown(tmp_path, channels, mode):
+    image_grid(tmp_path / "grid.png", torch.zeros(2, channels, 3, 3), 256)
+    with Image.open(tmp_path / "grid.png") as image:
+        assert image.mode == mode

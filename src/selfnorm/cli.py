@@ -31,13 +31,13 @@ from selfnorm.command import (
     the_device,
 )
 from selfnorm.data import load_dataset
-from selfnorm.data.dataset import is_image
-from selfnorm.display import OUT, print_comparison, print_health, print_json, print_result, showing, table, transfers
+from selfnorm.data.dataset import Dataset, is_image
+from selfnorm.display import ERR, OUT, print_comparison, print_health, print_json, print_result, showing, table, transfers
 from selfnorm.files import replacing
 from selfnorm.health import examine, repair
 from selfnorm.recipe import Recipe, override, to_toml
 from selfnorm.recipes import DEFAULT, RECIPES, find_recipe, recipe_for
-from selfnorm.runs import Result, free_folder, resume_run, start_run
+from selfnorm.runs import Result, free_path, resume_run, start_run
 from selfnorm.train.checkpoint import save
 from selfnorm.train.folder import RunFolder
 from selfnorm.trained import Trained, write_samples
@@ -84,12 +84,14 @@ def train(
         return
     chosen = override(find_recipe(recipe or DEFAULT), settings or [])
     chosen = _adjusted(chosen, data_dir=_folder(data), seed=seed, on_divergence=on_divergence and on_divergence.value)
-    folder = run or free_folder(Path("runs"), chosen.name)
+    if twin and chosen.kind == "exact":
+        raise ValueError(f"--twin: expected a recipe with learned inverses, got {chosen.name}, which is an exact twin itself")
+    folder = run or free_path(Path("runs") / chosen.name)
     result = _train(chosen, folder, device, quiet, json)
     if not twin:
         return
     exact = replace(chosen, name=f"{chosen.name}-twin", kind="exact", inverse_kernel_size=None)
-    other = _train(exact, free_folder(folder.parent, f"{folder.name}-twin"), device, quiet, json)
+    other = _train(exact, free_path(folder.with_name(f"{folder.name}-twin")), device, quiet, json)
     if not json:
         print_comparison(result, other)
 
@@ -116,9 +118,10 @@ def fit(
     path = str(file.resolve())
     dataset = load_dataset(path)
     chosen = replace(recipe_for(path, dataset.shape, len(dataset.train)), name=f"fit-{file.resolve().stem}")
+    _warn_of_spikes(dataset)
     del dataset  # the run loads it again, in the way that the settings ask for
     chosen = _adjusted(override(chosen, settings or []), on_divergence=on_divergence and on_divergence.value)
-    _train(chosen, run or free_folder(Path("runs"), chosen.name), device, quiet, json)
+    _train(chosen, run or free_path(Path("runs") / chosen.name), device, quiet, json)
 
 
 @command("eval", "selfnorm eval runs/digits-fc-snf", "selfnorm eval runs/mnist-fc-snf --samples 20 --data ~/data --json")
@@ -160,7 +163,7 @@ def sample(
     trained = Trained.open(run, the_device(device))
     checkpoint = trained.checkpoint
     image = is_image(checkpoint.shape, checkpoint.levels)
-    output = output or Path("samples.png" if image else "samples.csv")
+    output = output or free_path(Path("samples.png" if image else "samples.csv"))
     write_samples(output, trained.sample(n, inverse.value, seed), checkpoint.levels, checkpoint.columns)
     OUT.print(f"{n} samples by the {inverse.value} inverse in {output}")
 
@@ -180,6 +183,8 @@ def score(
     many per cent of the training data are less likely still."""
     if not file.exists():
         raise ValueError(f"{file}: expected a file or a folder of images, got nothing there")
+    if json and output:
+        raise ValueError("--json: expected no -o beside it; JSON goes to stdout, and -o is for CSV")
     rows = Trained.open(run, the_device(device)).score(file, samples, seed).rows()
     if json:
         for row in rows:
@@ -236,11 +241,14 @@ def doctor(
     if not repair_:
         return
     mended = repair(trained.flow, x)
+    if not mended:
+        OUT.print("nothing to mend, nothing written")
+        return
     output = output or trained.path.with_name("repaired.safetensors")
     tensors = {f"loss.flow.{name}": value for name, value in trained.flow.state_dict().items()}
     save(output, replace(trained.checkpoint, tensors=tensors))
     if not json:
-        OUT.print(f"\nmended {', '.join(mended) or 'nothing'}; written to {output}")
+        OUT.print(f"\nmended {', '.join(mended)}; written to {output}")
     print_health(examine(trained.flow, x), json)
 
 
@@ -262,6 +270,16 @@ def _write_csv(stream: TextIO, rows: list[dict[str, Any]]) -> None:
     writer = csv.DictWriter(stream, rows[0].keys(), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
+
+
+def _warn_of_spikes(dataset: Dataset) -> None:
+    """A column with few different values has no density: a flow will make it a row of ever narrower spikes."""
+    if dataset.train.dim() == 2 and len(dataset.train) >= 50:
+        for index, column in enumerate(dataset.train.T):
+            values = len(column.unique())
+            if values < 0.05 * len(column):
+                name = dataset.columns[index] if dataset.columns else index
+                ERR.print(f"selfnorm: column {name} takes {values} different values only: it has no density, best leave it out")
 
 
 def _adjusted(recipe: Recipe, **options: Any) -> Recipe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import sys
 from collections.abc import Callable
 from enum import StrEnum
@@ -65,6 +66,9 @@ def command(name: str, *examples: str) -> Callable[[Callable[..., None]], Callab
     def register(verb: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(verb)
         def guarded(*args: Any, debug: bool = False, **options: Any) -> None:
+            for stream in (sys.stdout, sys.stderr):
+                if isinstance(stream, io.TextIOWrapper):
+                    stream.reconfigure(errors="replace")  # where the terminal has no ± or λ, show a ? rather than fail
             try:
                 verb(*args, debug=debug, **options)
             except (typer.Exit, typer.Abort):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import sys
 import time
@@ -30,8 +31,11 @@ ERR = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=
 
 
 def print_json(record: Any) -> None:
-    """One line of JSON on stdout."""
-    print(json_text(record), flush=True)
+    """One line of JSON on stdout. A reader that has left, as `| head` does, is no reason to end a run: the rest goes nowhere."""
+    try:
+        print(json_text(record), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
@@ -58,9 +62,9 @@ class TrainingDisplay:
         if not self.quiet and not self.as_json and ERR.is_terminal:
             wide = ERR.width >= 110
             columns = [TextColumn("[bold]{task.description}[/]"), BarColumn(bar_width=20)] if wide else []
-            line = (
-                "epoch {task.fields[epoch]}  loss {task.fields[loss]}  exact NLL {task.fields[nll]}  recon {task.fields[error]}"
-            )
+            line = "epoch {task.fields[epoch]}  exact NLL {task.fields[nll]}"
+            if ERR.width >= 75:
+                line += "  loss {task.fields[loss]}  recon {task.fields[error]}"
             self._live = Progress(*columns, TextColumn(line), TimeRemainingColumn(), TextColumn("left"), console=ERR)
             self._task = self._live.add_task(self.recipe.name, total=None, **self._shown)
             self._live.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from numbers import Real
 from typing import Any, Self
 
 import numpy as np
@@ -15,6 +16,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from selfnorm.bijection import Chain, located
+from selfnorm.checks import count
 from selfnorm.data.dataset import Dataset
 from selfnorm.evaluate import evaluating
 from selfnorm.flow import Flow, Inverse
@@ -79,8 +81,9 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         """Learn the density of the rows of X."""
         table = validate_data(self, X, dtype=np.float64, ensure_min_samples=3)
         for name, value in (("contamination", self.contamination), ("validation_fraction", self.validation_fraction)):
-            if not 0 < value <= 0.5:
-                raise ValueError(f"SelfNormDensity: expected {name} in (0, 0.5], got {value}")
+            if not isinstance(value, Real) or not 0 < value <= 0.5:
+                raise ValueError(f"SelfNormDensity: expected {name} in (0, 0.5], got {value!r}")
+        count("SelfNormDensity", "max_steps", self.max_steps)
         random = check_random_state(self.random_state)
         order = random.permutation(len(table))
         held_out = max(1, round(self.validation_fraction * len(table)))

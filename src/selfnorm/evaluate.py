@@ -31,8 +31,10 @@ class Likelihood:
     samples: int
 
     def __str__(self) -> str:
-        how = f"{self.examples} examples" + (f" × {self.samples} dequantisation samples" if self.samples > 1 else "")
-        return f"{self.nll:.2f} ± {self.standard_error:.2f} nats ({self.bits_per_dim:.3f} bits/dim; exact, {how})"
+        how = f"{self.examples} example{'s' * (self.examples > 1)}"
+        how += f" × {self.samples} dequantisation samples" if self.samples > 1 else ""
+        error = f" ± {self.standard_error:.2f}" if math.isfinite(self.standard_error) else ""
+        return f"{self.nll:.2f}{error} nats ({self.bits_per_dim:.3f} bits/dim; exact, {how})"
 
 
 def bits_per_dim(nats: float, dimensions: int) -> float:

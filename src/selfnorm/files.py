@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+os.umask(_UMASK := os.umask(0o077))  # the only way to learn it is to set it
 PARTIAL = ".*.part*"  # matches the temporary names
 
 
@@ -28,6 +29,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         with temporary.open("rb+") as written:
             os.fsync(written.fileno())  # or a power cut could leave the new name on old blocks
+        temporary.chmod(0o666 & ~_UMASK)  # some writers make files that are for their owner alone
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -82,7 +82,8 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "seed": (0, 2**63 - 1),
     **dict.fromkeys(("layers", "bins", "blocks", "layers_per_block", "steps", "hidden"), (1, _LARGE)),
     **dict.fromkeys(("kernel_size", "inverse_kernel_size"), (1, _LARGE)),
-    **dict.fromkeys(("epochs", "batch_size", "threads", "validate_every", "patience"), (1, math.inf)),
+    **dict.fromkeys(("epochs", "batch_size", "validate_every", "patience"), (1, math.inf)),
+    "threads": (1, 1024),
     **dict.fromkeys(("eval_batch_size", "test_samples"), (1, math.inf)),
     **dict.fromkeys(("clip", "learning_rate", "weight_rate"), (_TINY, math.inf)),
     "init_examples": (2, math.inf),
@@ -128,10 +129,12 @@ def from_mapping(values: Mapping[str, Any], where: str) -> Recipe:
 
 
 def to_toml(recipe: Recipe) -> str:
-    """The recipe as TOML, one line a setting; what is None is left out, as TOML has no word for it."""
+    """The recipe as TOML, one line a setting; what is None is a comment, as TOML has no word for it."""
     lines = []
     for key, value in asdict(recipe).items():
-        if value is not None:
+        if value is None:
+            lines.append(f"# {key} is not set")
+        else:
             # A JSON string is a TOML string (but for DEL), and so are JSON's true and false; numbers keep Python's exact form.
             plain = isinstance(value, str | bool)
             text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") if plain else repr(value)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from selfnorm.bijection import located
-from selfnorm.data import load_dataset
+from selfnorm.data import NAMES, load_dataset
 from selfnorm.data.batches import Examples, generator_for
 from selfnorm.data.dataset import Dataset, fingerprint, is_image
 from selfnorm.data.files import Progress as OnProgress
@@ -51,11 +51,14 @@ def start_run(
 ) -> Result:
     """Train a recipe into a new folder. `save_every`: seconds between checkpoints."""
     folder = RunFolder(path)
+    if recipe.data not in NAMES:  # to be found again from elsewhere
+        recipe = replace(recipe, data=str(Path(recipe.data).expanduser().resolve()))
     dataset = _dataset(recipe, on_progress)
     trainer = Trainer(recipe, dataset, device=device, folder=folder, report=report, save_every=save_every)
     trainer.start()
     folder.create(recipe)
-    return _finish(trainer, folder, report)
+    with folder.locked():
+        return _finish(trainer, folder, report)
 
 
 def resume_run(
@@ -71,19 +74,24 @@ def resume_run(
     """Go on with the run of a folder where its last checkpoint left it; only what is given here may differ from its recipe."""
     folder = RunFolder(path)
     stored = folder.read_recipe()
-    folder.sweep()
+    if folder.best.exists() and not folder.last.exists():
+        raise ValueError(
+            f"{folder.last}: expected the checkpoint to go on from, got none; {folder.best.name} alone can be used, not resumed"
+        )
     recipe = replace(stored, data_dir=data_dir or stored.data_dir, on_divergence=on_divergence or stored.on_divergence)
     dataset = _dataset(recipe, on_progress)
     trainer = Trainer(recipe, dataset, device=device, folder=folder, report=report, save_every=save_every)
-    if not folder.last.exists():  # stopped before its first checkpoint
-        trainer.start()
-        folder.rewind_log(0)
+    with folder.locked():
+        folder.sweep()
+        if folder.last.exists():
+            checkpoint = read(folder.last)
+            with located(str(folder.last)):
+                _expect_same(checkpoint, recipe, dataset)
+                trainer.resume(checkpoint)
+        else:  # stopped before its first checkpoint
+            trainer.start()
+            folder.rewind_log(0)
         return _finish(trainer, folder, report)
-    checkpoint = read(folder.last)
-    with located(str(folder.last)):
-        _expect_same(checkpoint, recipe, dataset)
-        trainer.resume(checkpoint)
-    return _finish(trainer, folder, report)
 
 
 def _expect_same(checkpoint: Checkpoint, recipe: Recipe, dataset: Dataset) -> None:
@@ -96,10 +104,10 @@ def _expect_same(checkpoint: Checkpoint, recipe: Recipe, dataset: Dataset) -> No
         raise ValueError(f"expected the data that the run began with, got other data from {recipe.data}")
 
 
-def free_folder(parent: Path, name: str) -> Path:
-    """parent/name, or with -2, -3, … behind it the first that holds no run."""
-    candidates = (parent / (name if number == 1 else f"{name}-{number}") for number in range(1, 10**6))
-    return next(path for path in candidates if not path.exists())
+def free_path(path: Path) -> Path:
+    """The path, or the first with -2, -3, … behind its name that does not exist yet."""
+    names = (path.with_stem(path.stem if number == 1 else f"{path.stem}-{number}") for number in range(1, 10**6))
+    return next(name for name in names if not name.exists())
 
 
 def _dataset(recipe: Recipe, on_progress: OnProgress | None = None) -> Dataset:
@@ -133,7 +141,8 @@ def _finish(trainer: Trainer, folder: RunFolder, report: Report | None) -> Resul
     if report:
         report({"kind": "result", "folder": str(folder.path), **asdict(result)})
     # Last, since what can go wrong with a picture must not cost the figures.
-    figures.curves(folder.curves, folder.read_log(), flow.reconstruction_names)
+    if records := folder.read_log():
+        figures.curves(folder.curves, records, flow.reconstruction_names)
     draw_samples(folder.samples, flow, trainer.train, dataset.columns)
     return result
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from selfnorm.bijection import located
 from selfnorm.data import load_dataset, read_examples
 from selfnorm.data.batches import Examples, generator_for
-from selfnorm.data.dataset import is_image
+from selfnorm.data.dataset import fingerprint, is_image
 from selfnorm.evaluate import Likelihood, evaluating, likelihood, mean_log_likelihoods, reference_scores
 from selfnorm.files import replacing
 from selfnorm.flow import Flow, Inverse
@@ -50,6 +50,8 @@ class Trained:
         recipe = self.checkpoint.recipe
         dataset = load_dataset(recipe.data, data_dir or recipe.data_dir, levels=recipe.levels)
         self._check_shape(dataset.train, recipe.data)
+        if fingerprint(dataset) != self.checkpoint.data:
+            raise ValueError(f"{recipe.data}: expected the data that {self.path} was trained with, got other data there")
         return Examples(getattr(dataset, part), dataset.levels, self.device)
 
     def evaluate(self, part: str = "test", samples: int | None = None, data_dir: str | None = None) -> Likelihood:
@@ -75,7 +77,7 @@ class Trained:
     def score(self, file: Path, samples: int = 1, seed: int = 0) -> Scores:
         """The exact log-likelihood of each row of a file, beside the training data's."""
         table, columns = read_examples(file)
-        table = self._in_order(table, columns, file)
+        table = self._unflattened(self._in_order(table, columns, file), file)
         self._check_shape(table, str(file))
         levels = self.checkpoint.levels
         if levels is not None and int(table.max()) >= levels:
@@ -109,9 +111,18 @@ class Trained:
         if not known or not columns or columns == known:
             return table
         missing = [name for name in known if name not in columns]
-        if missing or len(columns) != len(known):
+        if missing:
             raise ValueError(f"{file}: expected the columns of the training data, {', '.join(known)}, got {', '.join(columns)}")
         return table[:, [columns.index(name) for name in known]]
+
+    def _unflattened(self, table: Tensor, file: Path) -> Tensor:
+        """A table as images, if it has a column for each of their pixels, as `write_samples` makes of them for .csv."""
+        shape, levels = self.checkpoint.shape, self.checkpoint.levels
+        if levels is None or table.dim() != 2 or len(shape) == 1 or table.shape[1] != math.prod(shape):
+            return table
+        if not torch.equal(table, table.clamp(0, levels - 1).round()):
+            raise ValueError(f"{file}: expected whole grey levels from 0 to {levels - 1}, got other numbers")
+        return table.to(torch.uint8).reshape(-1, *shape)
 
     def _check_shape(self, table: Tensor, where: str) -> None:
         expected, got = self.checkpoint.shape, tuple(table.shape[1:])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from selfnorm.data import cifar10, imagenet32, mnist, small
 from selfnorm.data.arrays import read_examples
@@ -62,8 +63,8 @@ def load_dataset(
 def _own(path: Path, levels: int | None) -> Dataset:
     examples, columns = read_examples(path)
     total = len(examples)
-    if total < 3:
-        raise ValueError(f"{path}: expected at least 3 examples, to split into training, validation and test, got {total}")
+    if total < 4:
+        raise ValueError(f"{path}: expected at least 4 examples, to split into training, validation and test, got {total}")
     if examples.dtype == torch.uint8:
         levels = 256 if levels is None else levels
     elif levels is not None:
@@ -74,4 +75,18 @@ def _own(path: Path, levels: int | None) -> Dataset:
     held_out = max(1, total // 10)
     order = torch.from_numpy(permutation(total))
     train, validation, test = order.split([total - 2 * held_out, held_out, held_out])
+    _expect_variety(path, examples[train], columns)
     return Dataset(path.resolve().name, examples[train], examples[validation], examples[test], levels, columns)
+
+
+def _expect_variety(path: Path, train: Tensor, columns: tuple[str, ...]) -> None:
+    """Refuse a table with a constant column, by name: it has no density."""
+    if train.dim() != 2:
+        return
+    constant = (train == train[0]).all(0).nonzero().flatten().tolist()
+    if constant:
+        names = ", ".join(repr(columns[index]) if columns else str(index) for index in constant)
+        raise ValueError(
+            f"{path}: expected columns that vary, got the same value in all {len(train)} training rows of column {names}; a "
+            "constant has no density, so leave it out"
+        )

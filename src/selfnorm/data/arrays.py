@@ -34,6 +34,11 @@ def read_examples(path: str | Path) -> tuple[Tensor, tuple[str, ...]]:
         return _examples(str(path), _read_numpy(path)), ()
     if suffix in (".csv", ".tsv", ".parquet"):
         values, columns = read_parquet(path) if suffix == ".parquet" else read_csv(path)
+        twice = sorted({name for name in columns if columns.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"{path}: expected a name of its own for each column, got {', '.join(map(repr, twice))} more than once"
+            )
         return _examples(str(path), values), columns
     raise ValueError(f"{path}: expected .npy, .npz, .csv, .tsv, .parquet, or a folder of images, got {suffix or 'no ending'}")
 

@@ -100,7 +100,7 @@ def sample_scatter(path: str | Path, learned: Tensor, exact: Tensor, data: Tenso
 def curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> None:
     """The course of a run, from its metrics: validation NLL, training loss, each layer's reconstruction, and λ if it varies.
 
-    records:  those of kind "validation" (epoch, nll) and "epoch" (epoch, loss, reconstruction, weight; the last two by layer).
+    records:  those of kind "validation" (epoch, nll) and "epoch" (epoch, surrogate; reconstruction and weight by layer).
     names:    of the layers, for the legend; with more than 6 layers colour runs from the first to the last instead.
     """
     from matplotlib.ticker import MaxNLocator
@@ -131,11 +131,14 @@ def curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Sequen
     if panels[1]:
         ax = next(axes)
         _robust_line(ax, at, loss)
-        ax.set(title="training loss (not a likelihood)", ylabel="nats")
+        # With no learned inverse there is nothing that the surrogate leaves out.
+        title = "surrogate training loss (not a likelihood)" if reconstruction.size else "exact training NLL"
+        ax.set(title=title, ylabel="nats")
     if panels[2]:
         ax = next(axes)
         _layer_lines(ax, at, reconstruction, names)
-        ax.set_yscale("log", nonpositive="mask")
+        if (reconstruction > 0).any():
+            ax.set_yscale("log", nonpositive="mask")
         ax.set(title="reconstruction error", ylabel="‖RWh − h‖²/D")
     if panels[3]:
         ax = next(axes)
@@ -219,9 +222,10 @@ def _limits(values: Array) -> tuple[float, float]:
 
 
 def _pixels(who: str, images: Tensor, levels: int) -> Array:
-    """(n, C, H, W) with values in [0, levels) as bytes (n, H, W, C)."""
-    if images.dim() != 4 or images.shape[0] == 0 or images.shape[1] not in (1, 3):
-        raise ValueError(f"{who}: expected images (n, C, H, W), grey (C = 1) or RGB (C = 3), got {tuple(images.shape)}")
+    """(n, C, H, W) with values in [0, levels) as bytes (n, H, W, C): RGB if there are three channels or more, else the first."""
+    if images.dim() != 4 or 0 in images.shape:
+        raise ValueError(f"{who}: expected images (n, C, H, W), got {tuple(images.shape)}")
+    images = images[:, : 3 if images.shape[1] >= 3 else 1]
     expect_finite(who, "image", images)
     highest = count(who, "levels", levels) - 1
     whole = images.detach().double().cpu().floor().clamp(0, highest)

@@ -24,12 +24,14 @@ def provenance(device: torch.device | str = "cpu", command: str | None = None) -
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         commit = None
+    program = Path(sys.argv[0]).name.replace("__main__.py", "selfnorm")
     if device.type == "cuda":
         machine = torch.cuda.get_device_name(device)
     else:
-        machine = f"{platform.machine()} {device.type.upper()}, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        machine = f"{platform.machine()} {device.type.upper()}, {threads} thread{'s' * (threads > 1)}"
     return {
-        "command": command or shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command or shlex.join([program, *sys.argv[1:]]),
         "commit": commit,
         "version": selfnorm.__version__,
         "machine": machine,

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 from selfnorm.files import PARTIAL, json_text, write_text
 from selfnorm.recipe import Recipe, from_toml, to_toml
+
+try:
+    import fcntl
+except ImportError:  # not on Windows, where runs are then not locked
+    fcntl = None  # type: ignore[assignment]
 
 
 class RunFolder:
@@ -39,6 +46,17 @@ class RunFolder:
             raise ValueError(f"{self.path}: expected a new or empty folder for the run, got one in use; name another")
         self.path.mkdir(parents=True, exist_ok=True)
         write_text(self.recipe, to_toml(recipe))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from writing to this run meanwhile; a process that is killed lets go of it."""
+        with self.recipe.open("rb") as file:
+            if fcntl is not None:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise ValueError(f"{self.path}: expected a run that nobody is at, got one that is being trained") from None
+            yield
 
     def sweep(self) -> None:
         """Remove what a killed process left half-written."""
