@@ -19,7 +19,7 @@ from selfnorm.evaluate import likelihood
 from selfnorm.recipe import override
 from selfnorm.recipes import find_recipe
 from selfnorm.runs import resume_run, start_run
-from selfnorm.train.checkpoint import read
+from selfnorm.train.checkpoint import read, save
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
 from selfnorm.train.progress import Progress
@@ -170,6 +170,17 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path):
     recipe = digits(*SMALL)
     start_run(recipe, tmp_path / "whole")
     RunFolder(tmp_path / "young").create(recipe)
+    resume_run(tmp_path / "young")
+    assert_same_runs(tmp_path / "whole", tmp_path / "young")
+
+
+def test_a_run_killed_between_its_first_two_checkpoints_starts_again(tmp_path):
+    recipe = digits(*SMALL)
+    start_run(recipe, tmp_path / "whole")
+    trainer = Trainer(recipe, load_dataset("digits"), folder=RunFolder(tmp_path / "young"))
+    trainer.start()
+    trainer.folder.create(recipe)
+    save(trainer.folder.best, trainer.best())
     resume_run(tmp_path / "young")
     assert_same_runs(tmp_path / "whole", tmp_path / "young")
 

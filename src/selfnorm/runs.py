@@ -74,7 +74,8 @@ def resume_run(
     """Go on with the run of a folder where its last checkpoint left it; only what is given here may differ from its recipe."""
     folder = RunFolder(path)
     stored = folder.read_recipe()
-    if folder.best.exists() and not folder.last.exists():
+    # At the start, best is written a moment before last: a kill in between leaves nothing that a new start would not make again.
+    if folder.best.exists() and not folder.last.exists() and read(folder.best).progress["step"] > 0:
         raise ValueError(
             f"{folder.last}: expected the checkpoint to go on from, got none; {folder.best.name} alone can be used, not resumed"
         )
