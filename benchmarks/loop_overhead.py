@@ -76,10 +76,12 @@ def time_step(recipe: Recipe, dataset: Dataset) -> float:
 def time_loop(recipe: Recipe, dataset: Dataset, saves: list[float]) -> float:
     """From the first step's report to the last epoch's, which comes before the validation at the end."""
     moments: list[float] = []
+    first: dict[str, int] = {}
 
     def report(told: dict[str, Any]) -> None:
         if (told["kind"] == "step" and not moments) or told["kind"] == "epoch":
             moments.append(time.perf_counter())
+            first.setdefault("step", told["step"])
 
     with tempfile.TemporaryDirectory() as path:
         trainer = Trainer(recipe, dataset, folder=RunFolder(Path(path)), report=report, save_every=1e9)
@@ -88,7 +90,7 @@ def time_loop(recipe: Recipe, dataset: Dataset, saves: list[float]) -> float:
         started = time.perf_counter()
         trainer.save()
         saves.append(time.perf_counter() - started)
-    return (moments[-1] - moments[0]) / (trainer.total - 1)
+    return (moments[-1] - moments[0]) / (trainer.total - first["step"])
 
 
 def compare(name: str, recipe: Recipe, dataset: Dataset, rounds: int) -> list[Cell]:

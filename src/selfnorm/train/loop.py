@@ -58,7 +58,8 @@ class Trainer:
         self.progress = Progress()
         self._start_sums()
         self._step: Step = self._make_step()
-        self._saved_at = self._told_at = self._clock = time.monotonic()
+        self._saved_at = self._clock = time.monotonic()
+        self._told_at = 0.0  # so that the first step is told at once
         self._best: Checkpoint | None = None  # of the best validation; None until it is read from the folder
         self._best_on_disk: Checkpoint | None = None
         self._good: Checkpoint | None = None  # of the last validation that was not far above the best
