@@ -9,7 +9,7 @@ import tarfile
 import tempfile
 import urllib.request
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple, Protocol
@@ -35,9 +35,11 @@ class Expected(NamedTuple):
     sha256: str
 
 
-def fetch_gzip(who: str, url: str, target: Path, expected: Expected, on_progress: Progress | None = None) -> None:
-    """Download one gzip file and unpack it to `target`."""
-    wanted = f"put {target.name}, or that name with .gz, in {target.parent}"
+def fetch_gzip(
+    who: str, url: str, target: Path, expected: Expected, on_progress: Progress | None = None, names: Sequence[str] = ()
+) -> None:
+    """Download one gzip file and unpack it to `target`. `names`: all files that the data set needs, for the error."""
+    wanted = f"put {', '.join(names or [target.name])}, plain or as .gz, in {target.parent}"
     with _downloaded(who, url, target.parent, wanted, expected.size, on_progress) as archive, gzip.open(archive) as content:
         _save(who, url, content, target, expected)
 

@@ -45,7 +45,7 @@ def load(data_dir: str | Path | None = None, on_progress: Progress | None = None
 def _download(target: Path, on_progress: Progress | None) -> Path:
     if not target.exists():
         expected = Expected(HEADER.size + COUNTS[target.name] * SIDE * SIDE, CHECKSUMS[target.name])
-        fetch_gzip("mnist", f"{URL}{target.name}.gz", target, expected, on_progress)
+        fetch_gzip("mnist", f"{URL}{target.name}.gz", target, expected, on_progress, list(COUNTS))
     return target
 
 
