@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from commandline import SHORT, numbers, ok, write_csv
+
 ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
@@ -43,3 +45,25 @@ def factorisations(monkeypatch):
 
         monkeypatch.setattr(torch.linalg, name, counted)
     return calls
+
+
+@pytest.fixture(scope="session")
+def digits_run(tmp_path_factory):
+    """A run of images, and what its training printed."""
+    folder = tmp_path_factory.mktemp("digits") / "run"
+    return folder, ok("train", "digits-fc-snf", *SHORT, "--run", folder, "-q")
+
+
+@pytest.fixture(scope="session")
+def table_run(tmp_path_factory):
+    """A run on a table with named columns, and that table's file."""
+    folder = tmp_path_factory.mktemp("table")
+    file = write_csv(folder / "measured.csv", numbers(200, 3))
+    ok("fit", file, "--set", "epochs=4", "--run", folder / "run", "--quiet")
+    return folder / "run", file
+
+
+@pytest.fixture
+def elsewhere(tmp_path_factory, monkeypatch):
+    """A working folder of its own, so that no test leaves anything in the repository."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("work"))

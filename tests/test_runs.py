@@ -7,30 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from selfnorm.cli import app
+from commandline import SHORT, fails, invoke, ok
 from selfnorm.runs import free_path
 from selfnorm.train.folder import RunFolder
 from selfnorm.trained import Scores, Trained
-
-SHORT = ("--set", "epochs=2", "--set", "validate_every=1", "--set", "test_samples=2")
-
-
-def call(*args):
-    return CliRunner().invoke(app, [str(arg) for arg in args], prog_name="selfnorm")
-
-
-def ok(*args):
-    result = call(*args)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def complaint(*args):
-    result = call(*args)
-    assert result.exit_code == 1, result.output
-    return result.stderr
 
 
 @pytest.fixture
@@ -55,7 +36,7 @@ def test_columns_are_found_by_name_among_others(table, tmp_path):
     np.savetxt(tmp_path / "more.csv", more, delimiter=",", header="c,a,extra,b", comments="")
     assert ok("score", run, tmp_path / "same.csv") == ok("score", run, tmp_path / "more.csv")
     np.savetxt(tmp_path / "less.csv", rows[:, :2], delimiter=",", header="a,b", comments="")
-    assert "expected the columns of the training data, a, b, c" in complaint("score", run, tmp_path / "less.csv")
+    assert "expected the columns of the training data, a, b, c" in fails("score", run, tmp_path / "less.csv")
 
 
 def test_samples_of_images_in_a_table_can_be_scored(digits, tmp_path):
@@ -63,14 +44,14 @@ def test_samples_of_images_in_a_table_can_be_scored(digits, tmp_path):
         ok("sample", digits, "-n", 5, "-o", tmp_path / f"s.{ending}")
     assert ok("score", digits, tmp_path / "s.csv") == ok("score", digits, tmp_path / "s.npy")
     (tmp_path / "half.csv").write_text((tmp_path / "s.csv").read_text() + ",".join(["0.5"] * 64) + "\n")
-    assert "whole grey levels" in complaint("score", digits, tmp_path / "half.csv")
+    assert "whole grey levels" in fails("score", digits, tmp_path / "half.csv")
 
 
 def test_a_run_with_other_data_in_its_place_is_not_evaluated(table, tmp_path):
     run, rows = table
     np.savetxt(tmp_path / "t.csv", rows * 1e3, delimiter=",", header="a,b,c", comments="")
-    assert "expected the data that" in complaint("eval", run)
-    assert "other data from" in complaint("train", "--resume", run)
+    assert "expected the data that" in fails("eval", run)
+    assert "other data from" in fails("train", "--resume", run)
 
 
 def test_a_relative_path_is_found_from_elsewhere(table, tmp_path, monkeypatch):
@@ -82,13 +63,13 @@ def test_a_relative_path_is_found_from_elsewhere(table, tmp_path, monkeypatch):
 
 def test_only_one_process_at_a_time(digits):
     with RunFolder(digits).locked():
-        assert "being trained" in complaint("train", "--resume", digits)
+        assert "being trained" in fails("train", "--resume", digits)
     ok("train", "--resume", digits)
 
 
 def test_a_best_checkpoint_alone_is_not_resumed(digits):
     (digits / "last.safetensors").unlink()
-    assert "last.safetensors: expected the checkpoint" in complaint("train", "--resume", digits)
+    assert "last.safetensors: expected the checkpoint" in fails("train", "--resume", digits)
     ok("eval", digits)
 
 
@@ -101,7 +82,7 @@ def test_a_lost_log_does_not_cost_the_result(digits):
 def test_damaged_training_scores_are_named(table, tmp_path, content):
     run, _ = table
     (run / "training_scores.npy").write_bytes(content)
-    assert "training_scores.npy: expected" in complaint("score", run, tmp_path / "t.csv")
+    assert "training_scores.npy: expected" in fails("score", run, tmp_path / "t.csv")
 
 
 def test_each_checkpoint_is_compared_with_its_own_training_scores(table, tmp_path):
@@ -133,7 +114,7 @@ def test_few_different_values_are_warned_of(tmp_path):
     rows = np.random.default_rng(0).normal(size=(100, 2))
     rows[:, 1] = rows[:, 1] > 0
     np.savetxt(tmp_path / "t.csv", rows, delimiter=",", header="x,sex", comments="")
-    result = call("fit", tmp_path / "t.csv", "--set", "epochs=1", "--run", tmp_path / "run")
+    result = invoke("fit", tmp_path / "t.csv", "--set", "epochs=1", "--run", tmp_path / "run")
     assert "column sex takes 2 different values" in result.stderr
 
 
@@ -147,7 +128,7 @@ def test_twins_of_every_kind(tmp_path):
     settings = ("model=conv", "blocks=1", "layers_per_block=1", "kernel_size=3", "inverse_kernel_size=5")
     conv = [part for setting in settings for part in ("--set", setting)]
     assert "Exact test NLL" in ok("train", *SHORT, *conv, "--twin", "--run", tmp_path / "run")
-    assert "exact twin itself" in complaint("train", "digits-fc-exact", "--twin")
+    assert "exact twin itself" in fails("train", "digits-fc-exact", "--twin")
 
 
 def test_a_reader_that_leaves_does_not_end_a_run(tmp_path):
@@ -208,4 +189,4 @@ def test_samples_do_not_overwrite_by_default(digits, tmp_path, monkeypatch):
 
 
 def test_json_and_an_output_file_exclude_each_other(digits, tmp_path):
-    assert "expected no -o" in complaint("score", digits, tmp_path, "--json", "-o", "x.csv")
+    assert "expected no -o" in fails("score", digits, tmp_path, "--json", "-o", "x.csv")

@@ -1,0 +1,46 @@
+"""Short runs on the digits, and how to compare two of them."""
+
+import json
+
+import torch
+
+from selfnorm.data import load_dataset
+from selfnorm.recipe import override
+from selfnorm.recipes import find_recipe
+from selfnorm.train.checkpoint import read
+from selfnorm.train.folder import RunFolder
+from selfnorm.train.loop import Trainer
+
+SMALL = ("layers=2", "epochs=6", "validate_every=2", "test_samples=1")
+
+
+def digits(*settings):
+    return override(find_recipe("digits-fc-snf"), settings)
+
+
+def trained(recipe, **options):
+    trainer = Trainer(recipe, load_dataset(recipe.data), **options)
+    trainer.start()
+    return trainer, trainer.run()
+
+
+def same(one, other):
+    """Whether two checkpoints hold the same bits."""
+    return one.tensors.keys() == other.tensors.keys() and all(torch.equal(one.tensors[k], other.tensors[k]) for k in one.tensors)
+
+
+def assert_same_runs(one, other):
+    for name in ("best.safetensors", "last.safetensors"):
+        assert same(read(one / name), read(other / name)), name
+    logs = [RunFolder(path).read_log() for path in (one, other)]
+    for record in logs[0] + logs[1]:
+        record.pop("seconds", None)
+    assert logs[0] == logs[1]
+    results = [json.loads((path / "result.json").read_text()) for path in (one, other)]
+    assert results[0]["test"] == results[1]["test"]
+
+
+def started(*settings, **options):
+    trainer = Trainer(digits(*SMALL, *settings), load_dataset("digits"), **options)
+    trainer.start()
+    return trainer
