@@ -189,7 +189,7 @@ def test_where_output_cannot_go(digits_run, table_run, tmp_path):
         ("sample", digits_run[0], "-o", nowhere / "a.png"),
         ("sample", table_run[0], "-o", nowhere / "a.csv"),
         ("score", table_run[0], table_run[1], "-o", nowhere / "a.csv"),
-        ("sample", table_run[0], "-o", tmp_path / "a.png"),  # a table_run has no picture
+        ("sample", table_run[0], "-o", tmp_path / "a.png"),  # a table has no picture
         ("sample", digits_run[0], "-o", tmp_path / "a.txt"),
         ("sample", digits_run[0], "-o", tmp_path / "a"),
     ):

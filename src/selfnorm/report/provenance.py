@@ -15,13 +15,14 @@ import selfnorm
 
 
 def provenance(device: torch.device | str = "cpu", command: str | None = None) -> dict[str, str | None]:
-    """What to write beside a measured figure; commit is None where the source is not under git."""
+    """What to write beside a measured figure; commit is None where the source is not under git, and dirty if the
+    library's own files differ from it."""
     device = torch.device(device)
     here = Path(selfnorm.__file__).parent
     try:
-        commit = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=here, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        commit = _git("rev-parse", "--short", "HEAD", cwd=here) + (
+            "-dirty" if _git("status", "--porcelain", ".", cwd=here) else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         commit = None
     program = Path(sys.argv[0]).name.replace("__main__.py", "selfnorm")
@@ -38,3 +39,7 @@ def provenance(device: torch.device | str = "cpu", command: str | None = None) -
         "date": date.today().isoformat(),
         "torch": torch.__version__,
     }
+
+
+def _git(*arguments: str, cwd: Path) -> str:
+    return subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, text=True, check=True).stdout.strip()
