@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from record import Cell, parser, record
-from selfnorm.files import PARTIAL
 from selfnorm.recipe import override
 from selfnorm.recipes import find_recipe
 from selfnorm.report.provenance import provenance
@@ -30,6 +29,7 @@ from selfnorm.runs import resume_run, start_run
 from selfnorm.train.checkpoint import Checkpoint, read
 from selfnorm.train.folder import RunFolder
 
+HALF_WRITTEN = ".*.part*"  # the temporary names of `selfnorm.files`
 SAVE_EVERY = (0.1, 0.0)  # seconds, by turns; 0 saves after each step
 LONGEST = 1.5  # seconds of training before a kill
 
@@ -78,7 +78,7 @@ def kill_once(index: int, path: Path, delay: float, save_every: float) -> float:
             raise RuntimeError(f"kills: expected {CASES[index].name} to train, got exit code {process.wait()}")
         time.sleep(delay)
         give_up = time.monotonic() + 1
-        while not save_every and not any(path.glob(PARTIAL)) and time.monotonic() < give_up:
+        while not save_every and not any(path.glob(HALF_WRITTEN)) and time.monotonic() < give_up:
             pass
         os.kill(process.pid, signal.SIGKILL)
         process.stdout.read()
@@ -121,7 +121,7 @@ def measure(index: int, parent: Path, moments: random.Random) -> tuple[list[Cell
     epochs, partial = [], set()
     for kill in range(case.kills):
         epochs.append(kill_once(index, killed.path, moments.uniform(0, LONGEST), SAVE_EVERY[kill % len(SAVE_EVERY)]))
-        partial |= set(killed.path.glob(PARTIAL))  # what the next start sweeps away
+        partial |= set(killed.path.glob(HALF_WRITTEN))  # what the next start sweeps away
         print(f"{case.name}: killed; resumes at epoch {epochs[-1]:.2f}", flush=True)
     selfnorm("train", "--resume", str(killed.path))
     settings = [word for setting in case.settings for word in ("--set", setting)]

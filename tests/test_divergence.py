@@ -5,7 +5,7 @@ import torch
 
 from selfnorm.data import load_dataset
 from selfnorm.data.dataset import Dataset
-from selfnorm.runs import start_run
+from selfnorm.runs import resume_run, start_run
 from selfnorm.train.checkpoint import read
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
@@ -47,6 +47,9 @@ def test_rollbacks_end_after_three(tmp_path):
     with pytest.raises(DivergedError, match="3 rollbacks did not help"):
         start_run(digits("weight=1e-9", "epochs=400", "learning_rate=0.02", "on_divergence=rollback"), tmp_path / "run")
     assert sum(record["kind"] == "rollback" for record in RunFolder(tmp_path / "run").read_log()) == 3
+    with pytest.raises(DivergedError, match="3 rollbacks did not help"):
+        resume_run(tmp_path / "run")  # which has not forgotten them
+    assert read(tmp_path / "run" / "last.safetensors").progress["rollbacks"] == 3
 
 
 def test_a_non_finite_loss_names_the_layer_and_keeps_the_last_good_checkpoint(tmp_path):
@@ -187,3 +190,16 @@ def test_overfitting_is_no_divergence_where_there_is_patience(tmp_path):
     best = patient.run()
     assert patient.epoch < 600
     assert best.progress["best_nll"] == patient.progress.best_nll
+
+
+def test_after_a_resume_the_last_good_checkpoint_is_one_that_was_validated(tmp_path):
+    recipe = digits("weight=0.01", "epochs=200", "learning_rate=0.003", "validate_every=10")
+    trainer = Trainer(recipe, load_dataset("digits"), folder=RunFolder(tmp_path))
+    trainer.start()
+    trainer.folder.create(recipe)
+    trainer.total = 19 * 12  # as if it had been stopped there, in mid-interval
+    trainer.run()
+    with pytest.raises(DivergedError):
+        resume_run(tmp_path)
+    last = read(tmp_path / "last.safetensors").progress
+    assert last["step"] == last["validated"] == last["best_step"]

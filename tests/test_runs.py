@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from commandline import SHORT, fails, invoke, ok
+from selfnorm.data.dataset import Dataset, fingerprint
 from selfnorm.runs import free_path
 from selfnorm.train.folder import RunFolder
 from selfnorm.trained import Scores, Trained
@@ -190,3 +192,43 @@ def test_samples_do_not_overwrite_by_default(digits, tmp_path, monkeypatch):
 
 def test_json_and_an_output_file_exclude_each_other(digits, tmp_path):
     assert "expected no -o" in fails("score", digits, tmp_path, "--json", "-o", "x.csv")
+
+
+@pytest.mark.parametrize("damage", [b"no json\n", b"\xff\xfe\n", b"[1]\n"])
+def test_a_damaged_log_costs_a_point_in_a_picture_and_no_more(digits, damage):
+    path = digits / "metrics.jsonl"
+    path.write_bytes(damage + path.read_bytes())
+    assert len(RunFolder(digits).read_log()) == 4
+    assert "test NLL" in ok("train", "--resume", digits)
+
+
+def test_changed_test_rows_are_noticed(table, tmp_path):
+    run, rows = table
+    order = np.random.RandomState(0).permutation(120)
+    rows[order[-1]] += 50  # of the last tenth, the test rows
+    np.savetxt(tmp_path / "t.csv", rows, delimiter=",", header="a,b,c", comments="")
+    assert "expected the data that" in fails("eval", run)
+
+
+def test_the_fingerprint_of_much_data_is_taken_of_some(monkeypatch):
+    x = torch.zeros(100_000, 1, dtype=torch.float32)
+    dataset = Dataset("many", x, x[:5], x[:5])
+    whole = fingerprint(dataset)
+    monkeypatch.setattr("selfnorm.data.dataset.LARGE", 100)
+    assert fingerprint(dataset) != whole
+    x[-1] = 1.0
+    assert fingerprint(dataset) != fingerprint(Dataset("many", torch.zeros_like(x), x[:5], x[:5]))
+
+
+def test_a_name_that_is_nearly_one_is_suggested():
+    assert "did you mean digits" in fails("train", "--set", "data=digit")
+
+
+def test_half_written_files_of_others_are_left(digits):
+    folder = RunFolder(digits)
+    own, other = digits / ".last.0123.part.safetensors", digits / ".repaired.0123.part.safetensors"
+    own.touch()
+    other.touch()
+    folder.sweep()
+    assert not own.exists()
+    assert other.exists()

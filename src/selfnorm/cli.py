@@ -91,7 +91,7 @@ def train(
     if not twin:
         return
     exact = replace(chosen, name=f"{chosen.name}-twin", kind="exact", inverse_kernel_size=None)
-    other = _train(exact, free_path(folder.with_name(f"{folder.name}-twin")), device, quiet, json)
+    other = _train(exact, free_path(folder.resolve().with_name(f"{folder.resolve().name}-twin")), device, quiet, json)
     if not json:
         print_comparison(result, other)
 
@@ -242,7 +242,7 @@ def doctor(
         return
     mended = repair(trained.flow, x)
     if not mended:
-        OUT.print("nothing to mend, nothing written")
+        ERR.print("nothing to mend, nothing written")
         return
     output = output or trained.path.with_name("repaired.safetensors")
     tensors = {f"loss.flow.{name}": value for name, value in trained.flow.state_dict().items()}

@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 os.umask(_UMASK := os.umask(0o077))  # the only way to learn it is to set it
-PARTIAL = ".*.part*"  # matches the temporary names
+
+
+def partial(path: Path) -> str:
+    """A pattern of the temporary names for a path. The ending stays, since some writers choose a format by it."""
+    return f".{path.stem}.*.part{path.suffix}"
 
 
 @contextmanager
@@ -23,8 +27,7 @@ def replacing(path: Path) -> Iterator[Path]:
     path = path.resolve()  # a link stays a link
     if path.exists() and not path.is_file():  # or a device such as /dev/stdout would become a file
         raise OSError(f"{path}: expected a plain file or nothing there yet, got something else")
-    # The ending stays, since some writers choose a format by it.
-    temporary = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.part{path.suffix}")
+    temporary = path.with_name(partial(path).replace("*", secrets.token_hex(4)))
     try:
         yield temporary
         with temporary.open("rb+") as written:

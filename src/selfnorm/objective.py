@@ -140,7 +140,7 @@ class MDMM(Penalty):
     @torch.no_grad()
     def after_step(self, error: Tensor) -> None:
         moved = (self.weight + self.rate * (error - self.tolerance)).clamp(min=0)
-        self.weight.copy_(torch.where(torch.isfinite(error), moved, self.weight))  # a step that failed moves nothing
+        self.weight.copy_(torch.where(torch.isfinite(moved), moved, self.weight))  # a step that failed moves nothing
 
 
 class Loss(nn.Module):

@@ -51,8 +51,9 @@ def start_run(
 ) -> Result:
     """Train a recipe into a new folder. `save_every`: seconds between checkpoints."""
     folder = RunFolder(path)
-    if recipe.data not in NAMES:  # to be found again from elsewhere
-        recipe = replace(recipe, data=str(Path(recipe.data).expanduser().resolve()))
+    own = Path(recipe.data).expanduser()
+    if recipe.data not in NAMES and own.exists():
+        recipe = replace(recipe, data=str(own.resolve()))  # to be found again from elsewhere
     dataset = _dataset(recipe, on_progress)
     trainer = Trainer(recipe, dataset, device=device, folder=folder, report=report, save_every=save_every)
     trainer.start()
@@ -120,31 +121,31 @@ def _finish(trainer: Trainer, folder: RunFolder, report: Report | None) -> Resul
     recipe, dataset, device = trainer.recipe, trainer.dataset, trainer.device
     flow = best.flow().to(device)
     size, seed = recipe.eval_batch_size, recipe.seed
+    progress = trainer.progress
+    assert progress.best_nll is not None
     with threads(recipe.threads), StopRequests() as stop:
         examples = Examples(dataset.test, dataset.levels, device)
         test = likelihood(flow, examples, batch_size=size, samples=recipe.test_samples, seed=seed, watch=stop.check)
         scores = reference_scores(flow, trainer.train, size, seed, watch=stop.check)
         with replacing(folder.scores) as temporary:
             np.save(temporary, scores.numpy())
-    progress = trainer.progress
-    assert progress.best_nll is not None
-    result = Result(
-        recipe.name,
-        test,
-        progress.best_nll,
-        progress.best_step // trainer.batches.steps_per_epoch,
-        trainer.epoch,
-        progress.seconds,
-        progress.rollbacks,
-        provenance(device),
-    )
-    write_text(folder.result, json_text(asdict(result), indent=2) + "\n")
+        result = Result(
+            recipe.name,
+            test,
+            progress.best_nll,
+            progress.best_step // trainer.batches.steps_per_epoch,
+            trainer.epoch,
+            progress.seconds,
+            progress.rollbacks,
+            provenance(device),
+        )
+        write_text(folder.result, json_text(asdict(result), indent=2) + "\n")
+        # Last, since what can go wrong with a picture must not cost the figures.
+        if records := folder.read_log():
+            figures.curves(folder.curves, records, flow.reconstruction_names)
+        draw_samples(folder.samples, flow, trainer.train, dataset.columns)
     if report:
         report({"kind": "result", "folder": str(folder.path), **asdict(result)})
-    # Last, since what can go wrong with a picture must not cost the figures.
-    if records := folder.read_log():
-        figures.curves(folder.curves, records, flow.reconstruction_names)
-    draw_samples(folder.samples, flow, trainer.train, dataset.columns)
     return result
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from selfnorm.files import PARTIAL, json_text, write_text
+from selfnorm.files import json_text, partial, write_text
 from selfnorm.recipe import Recipe, from_toml, to_toml
 
 try:
@@ -50,7 +50,7 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other processes from writing to this run meanwhile; a process that is killed lets go of it."""
-        with self.recipe.open("rb") as file:
+        with (self.path / ".lock").open("a") as file:
             if fcntl is not None:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -59,9 +59,10 @@ class RunFolder:
             yield
 
     def sweep(self) -> None:
-        """Remove what a killed process left half-written."""
-        for path in self.path.glob(PARTIAL):
-            path.unlink(missing_ok=True)
+        """Remove what a killed process left half-written of the run's own files."""
+        for whole in (self.best, self.last, self.scores, self.samples, self.curves, self.result):
+            for path in self.path.glob(partial(whole)):
+                path.unlink(missing_ok=True)
 
     def read_recipe(self) -> Recipe:
         """The recipe of the run in this folder."""
@@ -97,8 +98,11 @@ class RunFolder:
                 file.truncate(length)
 
     def read_log(self) -> list[dict[str, Any]]:
-        """All records so far; a last line that was cut off is left out."""
+        """All records so far. They are for pictures: a line that was cut off or damaged costs a point there, no more."""
         if not self.metrics.exists():
             return []
-        lines = self.metrics.read_text(encoding="utf-8").split("\n")[:-1]
-        return [json.loads(line) for line in lines]
+        records = []
+        for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(json.JSONDecodeError):
+                records.append(json.loads(line))
+        return [record for record in records if isinstance(record, dict)]

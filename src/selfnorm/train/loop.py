@@ -83,7 +83,8 @@ class Trainer:
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint of this recipe's."""
         self._restore(checkpoint)
-        self._good = checkpoint if self.progress.worse == 0 else self.best()
+        just_validated = self.progress.validated == self.progress.step and self.progress.worse == 0
+        self._good = checkpoint if just_validated else self.best()
         if self.folder:
             self.folder.rewind_log(self.progress.log_length)
 
@@ -134,6 +135,7 @@ class Trainer:
             self.save()
             raise
         self.save()
+        stop.check()
 
     def _loop(self, stop: StopRequests) -> None:
         recipe, progress = self.recipe, self.progress
@@ -244,8 +246,9 @@ class Trainer:
         self.loss.penalty.weight.copy_(weight)
         self.loss.penalty.raise_weight(10.0)
         self._log("rollback", epoch=self.epoch, weight=self.loss.penalty.weight.tolist(), reason=reason)
-        # So that a kill cannot leave a best of after the rollback beside a last of before it.
-        self._write(self._capture())
+        # At once, so that a kill cannot leave a best of after the rollback beside a last of before it.
+        self._good = self._capture()
+        self._write(self._good)
 
     def _weights(self) -> str:
         weights = self.loss.penalty.weight.tolist()
