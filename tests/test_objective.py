@@ -201,6 +201,7 @@ def test_nonsense_is_refused(make, words):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_the_objective_never_waits_on_the_device():
     device = torch.accelerator.current_accelerator()
     x = torch.randn(4, 1, 8, 8, device=device)
