@@ -90,8 +90,9 @@ def train(
     result = _train(chosen, folder, device, quiet, json)
     if not twin:
         return
+    named = folder if folder.name else folder.resolve()  # "." has no name
     exact = replace(chosen, name=f"{chosen.name}-twin", kind="exact", inverse_kernel_size=None)
-    other = _train(exact, free_path(folder.resolve().with_name(f"{folder.resolve().name}-twin")), device, quiet, json)
+    other = _train(exact, free_path(named.with_name(f"{named.name}-twin")), device, quiet, json)
     if not json:
         print_comparison(result, other)
 
