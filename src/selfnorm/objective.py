@@ -72,7 +72,8 @@ class GECO(Penalty):
     """Σ λ·C with C = ‖RWh − h‖²/D − κ for each layer, λ ← λ·exp(η·C̄), C̄ a moving average (Rezende & Viola, 2018).
 
     tolerance κ is an error per dimension; λ multiplies that too, so it is about D times a fixed λ. λ falls again once κ is met,
-    within `bounds`. The loss shows λ·C̄ and has the gradient of λ·C. Keller et al. (2021), table 5, has no tolerance.
+    within `bounds`. The loss shows λ·C̄ and has the gradient of λ·C. Keller et al. (2021, table 5)
+    used it without a tolerance: λ could only grow.
 
     Buffers beside weight: average (K,), C̄; started, whether it has seen a first value.
     """

@@ -190,13 +190,13 @@ def _layer_lines(ax: Axes, x: Array, y: Array, names: Sequence[str]) -> None:
             label = f"layer {names[index]}".strip() if len(names) == layers else None
             ax.plot(x, y[:, index], label=label, color=f"C{index}", linewidth=1.2)
         if len(names) == layers:
-            ax.legend(frameon=False, fontsize=8, loc="upper right", ncols=1 + (layers > 3))
+            ax.legend(frameon=False, fontsize=8, loc="best", ncols=1 + (layers > 3))
         return
     for index in range(layers):
         ends = {0: "first layer", layers - 1: f"last of {layers}"}
         colour = colormaps["viridis"](0.9 * index / (layers - 1))
         ax.plot(x, y[:, index], label=ends.get(index), color=colour, linewidth=0.8)
-    ax.legend(frameon=False, fontsize=8, loc="upper right")
+    ax.legend(frameon=False, fontsize=8, loc="best")
 
 
 def _histograms(ax: Axes, series: Mapping[str, Array], limits: tuple[float, float]) -> None:
