@@ -36,6 +36,8 @@ class Case:
     bad_shape: tuple[int, ...] | None = None  # refused, batch included; None where every shape is fine
     draw: Callable[..., Tensor] = torch.randn
     context: tuple[int, ...] | None = None
+    free_of_determinant: bool = False  # its surrogate's log_det carries a gradient and no value, with no learned inverse beside
+    surrogate_tolerance: float = 1e-7  # of its surrogate's output, where that is cheaper than the exact one
 
     def build(self) -> Bijection:
         """The layer, moved away from where it starts: many start as the identity, which would hide mistakes."""

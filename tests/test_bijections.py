@@ -94,13 +94,14 @@ def test_shapes(case):
 
 
 def test_surrogate_has_the_exact_output(case):
-    _, layer, x, context = case
-    assert_close(layer.surrogate(x, context=context).z, layer(x, context=context)[0])
+    kind, layer, x, context = case
+    tolerance = kind.surrogate_tolerance
+    assert_close(layer.surrogate(x, context=context).z, layer(x, context=context)[0], rtol=tolerance, atol=tolerance)
 
 
 def test_layers_without_a_learned_inverse_train_by_the_exact_log_det(case):
-    _, layer, x, context = case
-    if not layer.reconstruction_names:
+    kind, layer, x, context = case
+    if not layer.reconstruction_names and not kind.free_of_determinant:
         assert_close(layer.surrogate(x, context=context).log_det, layer(x, context=context)[1])
 
 

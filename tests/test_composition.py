@@ -41,7 +41,7 @@ class Recorder(Bijection):
     def initialize(self, x, *, context=None):
         self.note("initialize", context, grad=torch.is_grad_enabled(), mean=float(x.mean()))
 
-    def after_step(self):
+    def after_step(self, *, generator=None):
         self.note("after_step")
 
 

@@ -41,7 +41,8 @@ class Bijection(nn.Module):
         approx_inverse(z)   a cheaper, learned inverse
         refined_inverse(z)  that inverse, iterated until it is exact to a tolerance
         initialize(x)       data-dependent initialisation; called once, before the first step
-        after_step()        called by the training loop after each optimiser step
+        after_step()        called by the training loop after each optimiser step; what it draws at random, it draws from the
+                            generator that it is given
 
     Keep all state in parameters and buffers, hard-code neither device nor dtype, and raise a `ValueError` that says who,
     expected what, and got what. `context` conditions the layers that are built for one; the others ignore it. Add the layer
@@ -77,8 +78,8 @@ class Bijection(nn.Module):
     def initialize(self, x: Tensor, *, context: Tensor | None = None) -> None:
         """Set data-dependent state from a first batch; a layer that has been initialised keeps what it has."""
 
-    def after_step(self) -> None:
-        """Do what the layer does after each optimiser step."""
+    def after_step(self, *, generator: torch.Generator | None = None) -> None:
+        """Do what the layer does after each optimiser step; `generator`, on the layer's device, is for random draws."""
 
 
 class Chain(Bijection):
@@ -161,9 +162,10 @@ class Chain(Bijection):
                 x, log_det, _ = layer.surrogate(x, context=context)
                 _expect_finite(layer, "initialize", x, log_det)
 
-    def after_step(self) -> None:
-        for layer in self:
-            layer.after_step()
+    def after_step(self, *, generator: torch.Generator | None = None) -> None:
+        for index, layer in enumerate(self):
+            with located(f"layer {index}"):
+                layer.after_step(generator=generator)
 
 
 def joined_names(parts: Iterable[tuple[str, Bijection]]) -> tuple[str, ...]:

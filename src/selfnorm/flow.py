@@ -142,9 +142,9 @@ class Flow(nn.Module):
         expect_finite("Flow.initialize", "input", x)
         self.bijection.initialize(x, context=context)
 
-    def after_step(self) -> None:
-        """Call after each optimiser step."""
-        self.bijection.after_step()
+    def after_step(self, *, generator: torch.Generator | None = None) -> None:
+        """Call after each optimiser step; `generator`, on the flow's device, is for layers that draw at random then."""
+        self.bijection.after_step(generator=generator)
 
     def _draw(self, n: int, generator: torch.Generator | None) -> Tensor:
         if n < 0:
