@@ -18,6 +18,8 @@ from selfnorm import (
     ExactLinear,
     Flatten,
     Logit,
+    LULinear,
+    RelativeLinear,
     SelfNormConv2d,
     SelfNormLinear,
     SmoothLeakyReLU,
@@ -25,6 +27,8 @@ from selfnorm import (
     Split,
     Squeeze,
     Standardize,
+    TrackedConv2d,
+    TrackedLinear,
 )
 from selfnorm.models import conv_flow, fc_flow, glow
 
@@ -81,6 +85,19 @@ REGISTRY = {
         lambda: ExactConv2d(4, (3, 1), dilation=(2, 1), groups=2, padding_mode="circular"), (4, 5, 2), (2, 4, 4, 2)
     ),
     "Conv1x1": Case(lambda: Conv1x1(3), (3, 2, 4), (2, 4, 2, 4)),
+    "LULinear": Case(lambda: LULinear(5), (5,), (2, 4)),
+    "LULinear-1": Case(lambda: LULinear(1, bias=False), (1,), (2, 2)),
+    "RelativeLinear": Case(lambda: RelativeLinear(5), (5,), (2, 4), free_of_determinant=True),
+    "RelativeLinear-1": Case(lambda: RelativeLinear(1, bias=False), (1,), (2, 2), free_of_determinant=True),
+    "TrackedLinear": Case(lambda: TrackedLinear(5), (5,), (2, 4), free_of_determinant=True),
+    "TrackedLinear-sketch": Case(
+        lambda: TrackedLinear(5, bias=False, tracker="sketch", rank=2), (5,), (2, 6), free_of_determinant=True
+    ),
+    "TrackedConv2d-3x3": Case(lambda: TrackedConv2d(2, 3, (4, 3)), (2, 4, 3), (2, 2, 3, 4), free_of_determinant=True),
+    "TrackedConv2d-1x1": Case(lambda: TrackedConv2d(3, 1, (2, 4)), (3, 2, 4), (2, 3, 2, 5), free_of_determinant=True),
+    "TrackedConv2d-sketch": Case(
+        lambda: TrackedConv2d(1, (3, 5), (3, 4), "sketch", bias=False), (1, 3, 4), (2, 1, 4, 4), free_of_determinant=True
+    ),
     "SmoothLeakyReLU": Case(lambda: SmoothLeakyReLU(0.3), (7,), draw=wide),
     "SplineActivation": Case(lambda: SplineActivation((2, 3, 2)), (2, 3, 2), (2, 2, 2, 3), draw=wide),
     "SplineActivation-1-bin": Case(lambda: SplineActivation(4, bins=1, bound=3.0), (4,), (2, 5), draw=wide),
@@ -110,8 +127,8 @@ REGISTRY = {
     "Chain": Case(lambda: Chain(SelfNormLinear(4), SmoothLeakyReLU(), Chain(ActNorm(4), ExactLinear(4))), (4,), (2, 3)),
     "Chain-empty": Case(lambda: Chain(), (3, 2)),
     **{
-        f"{builder}-{kind}{suffix}": Case(make, shape, bad_shape, draw)
-        for kind in ("selfnorm", "exact")
+        f"{builder}-{kind}{suffix}": Case(make, shape, bad_shape, draw, free_of_determinant=kind == "tracked")
+        for kind in ("selfnorm", "exact", "tracked")
         for builder, suffix, make, shape, bad_shape, draw in [
             ("fc_flow", "", lambda kind=kind: fc_flow(6, linear=kind).bijection, (6,), (2, 5), torch.randn),
             (

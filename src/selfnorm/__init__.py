@@ -10,8 +10,11 @@ from selfnorm.layers.coupling import AffineCoupling, ConditionalAffine
 from selfnorm.layers.elementwise import ActNorm, Affine, Logit, SmoothLeakyReLU, Standardize
 from selfnorm.layers.exact import Conv1x1, ExactConv2d, ExactLinear
 from selfnorm.layers.image import Flatten, Split, Squeeze
+from selfnorm.layers.lu import LULinear
+from selfnorm.layers.relative import RelativeLinear
 from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
 from selfnorm.layers.spline import SplineActivation
+from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
 
 if TYPE_CHECKING:
     from selfnorm.estimator import SelfNormDensity
@@ -31,7 +34,9 @@ __all__ = [
     "ExactLinear",
     "Flatten",
     "Flow",
+    "LULinear",
     "Logit",
+    "RelativeLinear",
     "SelfNormConv2d",
     "SelfNormDensity",
     "SelfNormLinear",
@@ -43,6 +48,8 @@ __all__ = [
     "StandardNormal",
     "Standardize",
     "Surrogate",
+    "TrackedConv2d",
+    "TrackedLinear",
     "load",
 ]
 

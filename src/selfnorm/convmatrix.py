@@ -88,6 +88,20 @@ def conv_matrix(w: Tensor, size: tuple[int, int], geometry: Geometry) -> Tensor:
     return matrix.reshape(geometry.groups, block, block)
 
 
+def tap_sums(blocks: Tensor, kernel_size: tuple[int, int], size: tuple[int, int], geometry: Geometry) -> Tensor:
+    """For each tap the sum of the entries of (groups, D, D) blocks that stand where T(w) holds that tap: (C, C/groups, kh, kw).
+
+    This is the adjoint of `conv_matrix`: ⟨M, T(w)⟩ = ⟨tap_sums(M), w⟩. Cost: O(groups·D²·kh).
+    """
+    rows, columns = (
+        _shifts(taps, length, step, geometry.padding_mode, blocks)
+        for taps, length, step in zip(kernel_size, size, geometry.dilation, strict=True)
+    )
+    matrix = blocks.unflatten(2, (-1, *size)).unflatten(1, (-1, *size))  # (groups, out, H, W, in, H', W')
+    wide = torch.einsum("gohvijw,khj->goikvw", matrix, rows)
+    return torch.einsum("goikvw,lvw->goikl", wide, columns).flatten(0, 1)
+
+
 def circular_symbols(w: Tensor, size: tuple[int, int], geometry: Geometry) -> Tensor:
     """T(w)'s blocks in the Fourier basis for circular padding: (groups, H·W, C/groups, C/groups), complex. Cost: O(HW·C²·kh)."""
     rows, columns = (

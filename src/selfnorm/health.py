@@ -105,7 +105,7 @@ def repair(flow: Flow, x: Tensor | None = None) -> tuple[str, ...]:
     with torch.inference_mode(False), torch.no_grad():
         for name, layer in named.items():
             with located(f"layer {name}" if name else "repair"):
-                mended[name] = layer.learned_from(widen(layer.weight)).to(layer.weight)
+                mended[name] = layer.inverse_of(widen(layer.weight)).to(layer.weight)
         if x is not None:
             _, inputs = _score(flow, named, x)
             mended = {name: R for name, R in mended.items() if _is_better(named[name], R, inputs[name])}
@@ -234,15 +234,17 @@ def _is_better(layer: SelfNormLayer, R: Tensor, h: Tensor) -> bool:
     return not before <= after  # a NaN before is mended too
 
 
-@torch.no_grad()
 def _round_trips(flow: Flow, generator: torch.Generator) -> dict[str, float]:
     z: Tensor = flow.base.sample(SAMPLES, generator=generator)  # type: ignore[operator]
+    return {inverse: round_trip(flow, z, inverse) for inverse in get_args(Inverse)}
+
+
+@torch.no_grad()
+def round_trip(flow: Flow, z: Tensor, inverse: Inverse = "learned") -> float:
+    """The median over prior samples z of ‖f(g(z)) − z‖/‖z‖; inf where the flow refused."""
     wide = widen(z).flatten(1)
-    errors = {}
-    for inverse in get_args(Inverse):
-        try:
-            back = widen(flow.encode(flow.decode(z, inverse))).flatten(1)
-            errors[inverse] = float(((back - wide).norm(dim=1) / wide.norm(dim=1)).median())
-        except ValueError:
-            errors[inverse] = math.inf
-    return errors
+    try:
+        back = widen(flow.encode(flow.decode(z, inverse))).flatten(1)
+    except ValueError:
+        return math.inf
+    return float(((back - wide).norm(dim=1) / wide.norm(dim=1)).median())

@@ -185,3 +185,17 @@ def invert(who: str, weight: Tensor, form: BlockForm) -> Tensor:
     """The inverse of each of the weight's blocks, or a `SingularWeightError` that names the layer."""
     lu, pivots = ExactFactors().lu(who, weight, form, keep=False)
     return torch.linalg.lu_solve(lu, pivots, torch.eye(lu.shape[-1], dtype=lu.dtype, device=lu.device).expand_as(lu))
+
+
+def newton_schulz(R: Tensor, error: Tensor) -> Tensor:
+    """R(2I − WR), given the error I − WR, which it squares: it converges if and only if ρ(I − WR) < 1. Cost: 2m³ for m rows."""
+    return torch.addmm(R, R, error)
+
+
+def sketch_and_project(R: Tensor, missing: Tensor, WQ: Tensor) -> Tensor:
+    """The matrix nearest to R that undoes W on Q (m, τ), R + (Q − RWQ)(WQ)⁺, given `missing`, Q − RWQ. Cost: O(τm²).
+
+    ‖R − W⁻¹‖ never grows by it, and falls the faster the better W is conditioned (Gower & Richtárik, 2017).
+    """
+    orthonormal, triangular = torch.linalg.qr(WQ)
+    return torch.addmm(R, torch.linalg.solve_triangular(triangular, missing, upper=True, left=False), orthonormal.mT)

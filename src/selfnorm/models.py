@@ -16,19 +16,35 @@ from selfnorm.layers.coupling import AffineCoupling, ConditionalAffine
 from selfnorm.layers.elementwise import ActNorm, Affine, Logit, SmoothLeakyReLU, Standardize
 from selfnorm.layers.exact import ExactConv2d, ExactLinear
 from selfnorm.layers.image import Flatten, Split, Squeeze
+from selfnorm.layers.lu import LULinear
+from selfnorm.layers.relative import RelativeLinear
 from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
 from selfnorm.layers.spline import SplineActivation
+from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
 
 Size = int | Sequence[int]
 Kind = TypeVar("Kind")
 
 # Each kind of linear layer, by name; a new method joins here. The builders' options reach the kinds that have a use for them.
-LINEAR: dict[str, Callable[[int], Bijection]] = {"selfnorm": SelfNormLinear, "exact": ExactLinear}
-CONV: dict[str, Callable[[int, Size, Size | None], Bijection]] = {
-    "selfnorm": SelfNormConv2d,
-    "exact": lambda channels, kernel_size, inverse_kernel_size: ExactConv2d(channels, kernel_size),
+LINEAR: dict[str, Callable[[int], Bijection]] = {
+    "selfnorm": SelfNormLinear,
+    "exact": ExactLinear,
+    "tracked": TrackedLinear,
+    "sketch": lambda features: TrackedLinear(features, tracker="sketch"),
+    "relative": RelativeLinear,
+    "lu": LULinear,
 }
-MIX: dict[str, Callable[[int, Size], Bijection]] = {"selfnorm": SelfNormConv2d, "exact": ExactConv2d}
+# Of channels, kernel size, the learned inverse's kernel size, and the image's size.
+CONV: dict[str, Callable[[int, Size, Size | None, tuple[int, int]], Bijection]] = {
+    "selfnorm": lambda channels, kernel, inverse_kernel, size: SelfNormConv2d(channels, kernel, inverse_kernel),
+    "exact": lambda channels, kernel, inverse_kernel, size: ExactConv2d(channels, kernel),
+    "tracked": lambda channels, kernel, inverse_kernel, size: TrackedConv2d(channels, kernel, size),
+}
+MIX: dict[str, Callable[[int, Size, tuple[int, int]], Bijection]] = {
+    "selfnorm": lambda channels, kernel, size: SelfNormConv2d(channels, kernel),
+    "exact": lambda channels, kernel, size: ExactConv2d(channels, kernel),
+    "tracked": lambda channels, kernel, size: TrackedConv2d(channels, kernel, size),
+}
 
 
 def fc_flow(
@@ -46,7 +62,7 @@ def fc_flow(
     """Linear layers with an activation between them, on the flattened example; the paper's has 2 of 784.
 
     shape:        one example's shape, such as 784 or (1, 28, 28); samples come back in it.
-    linear:       which layer: selfnorm or exact.
+    linear:       which layer: selfnorm, exact, tracked, sketch, relative or lu; `docs/methods.md` says when to use which.
     levels:       with levels=256 the flow takes dequantised pixels in [0, 256), and its likelihood is in pixel units.
     activation:   leaky, the paper's `SmoothLeakyReLU(alpha)`, or spline, one learned curve of so many bins for each entry.
     rotate:       start the linear layers as random rotations instead of near the identity: better with few dimensions.
@@ -77,7 +93,8 @@ def conv_flow(
 
     shape:                (C, H, W); H and W must divide by 2 once for each squeeze.
     inverse_kernel_size:  of the learned inverse, if other than kernel_size (self-normalizing layers only).
-    conv, levels, standardize:  as in `fc_flow`.
+    conv:                 which layer: selfnorm, exact, tracked, emerging or exp.
+    levels, standardize:  as in `fc_flow`.
     """
     make = _kind("conv_flow", "conv", CONV, conv)
     if inverse_kernel_size is not None and conv != "selfnorm":
@@ -89,7 +106,8 @@ def conv_flow(
             body.append(Squeeze())
             channels, height, width = 4 * channels, height // 2, width // 2
         for _ in range(count("conv_flow", "layers_per_block", layers_per_block)):
-            body += [make(channels, kernel_size, inverse_kernel_size), SplineActivation((channels, height, width))]
+            size = (height, width)
+            body += [make(channels, kernel_size, inverse_kernel_size, size), SplineActivation((channels, *size))]
     body.pop()  # no activation after the last layer
     return Flow(Chain(*_front_end("conv_flow", shape, levels, standardize), *body), StandardNormal((channels, height, width)))
 
@@ -109,7 +127,7 @@ def glow(
 
     shape:            (C, H, W); H and W must divide by 2 once for each block.
     hidden:           width of the coupling networks.
-    mix:              which mixing convolution: selfnorm or exact, of mix_kernel_size.
+    mix:              which mixing convolution: selfnorm, exact or tracked, of mix_kernel_size.
     levels, standardize:  as in `fc_flow`.
     The paper's models: MNIST blocks=2, steps=16; CIFAR-10 blocks=3, steps=32; ImageNet32 blocks=3, steps=48. Call
     `flow.initialize(x)` with a first batch before training. The latent is flat.
@@ -122,7 +140,7 @@ def glow(
         channels, height, width = 4 * channels, height // 2, width // 2
         body: list[Bijection] = [Squeeze()]
         for _ in range(steps):
-            body += [ActNorm(channels), make(channels, mix_kernel_size), AffineCoupling(channels, hidden)]
+            body += [ActNorm(channels), make(channels, mix_kernel_size, (height, width)), AffineCoupling(channels, hidden)]
         if remaining == 1:
             return Chain(*body, Flatten((channels, height, width)))
         half = channels // 2

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from selfnorm.bijection import Surrogate
-from selfnorm.layers.linear import ConvMap, DenseMap, LinearMap, in_full_precision, log_abs_det
+from selfnorm.layers.linear import ConvMap, DenseMap, LinearMap, drop_kept_inverse, in_full_precision, log_abs_det
 
 
 class _ExactTraining(LinearMap):
@@ -20,7 +20,7 @@ class _ExactTraining(LinearMap):
         return Surrogate(z, log_abs_det(self.weight, self.form(x)).repeat(x.shape[0]), x.new_zeros(x.shape[0], 0))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        state_dict.pop(prefix + "weight_inv", None)  # a self-normalizing twin's state: all but its learned inverse is ours
+        drop_kept_inverse(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 

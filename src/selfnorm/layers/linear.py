@@ -23,13 +23,27 @@ def in_full_precision(method: Method) -> Method:
     """Keep a method out of autocast: half precision would leave neither a determinant nor a reconstruction to speak of."""
 
     @wraps(method)
-    def run(self: LinearMap, x: Tensor, **options: Any) -> Any:
+    def run(self: Bijection, x: Tensor, **options: Any) -> Any:
         if not torch.is_autocast_enabled(x.device.type):
             return method(self, x, **options)
         with torch.autocast(x.device.type, enabled=False):
-            return method(self, x.to(self.weight.dtype), **options)
+            return method(self, x.to(next(self.parameters()).dtype), **options)
 
     return cast(Method, run)
+
+
+def refuse_second_derivative() -> None:
+    """Call in the backward pass of a surrogate."""
+    if torch.is_grad_enabled():  # only so in a backward pass with create_graph=True
+        raise RuntimeError(
+            "surrogate: its gradient is an estimate and has no derivative of its own; differentiate log_prob twice instead"
+        )
+
+
+def drop_kept_inverse(state_dict: dict[str, Any], prefix: str) -> None:
+    """Take out of a twin's state what only a layer with a kept inverse has; the rest is the same for all."""
+    for name in ("weight_inv", "fallbacks"):
+        state_dict.pop(prefix + name, None)
 
 
 class LinearMap(Bijection):

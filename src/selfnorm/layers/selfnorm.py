@@ -13,7 +13,6 @@ comes in through a per-example output, it scales with the loss like every other 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,14 +32,14 @@ from selfnorm.convmatrix import (
     resize_kernel,
     tap_counts,
 )
-from selfnorm.inverses import default_tolerance, invert, refine, widen
-from selfnorm.layers.linear import ConvMap, DenseMap, LinearMap, in_full_precision, odd_kernel
+from selfnorm.inverses import invert
+from selfnorm.layers.kept import KeptInverse
+from selfnorm.layers.linear import ConvMap, DenseMap, in_full_precision, odd_kernel, refuse_second_derivative
 
 
-class _LearnedInverse(LinearMap):
-    """What a self-normalizing layer does with its R, whatever the shape of it. Abstract."""
+class _LearnedInverse(KeptInverse):
+    """Training of W and R together, whatever their shape. Abstract."""
 
-    weight_inv: Tensor
     # Of the last batch that `surrogate` saw: what white-noise probes must look like. Not state, a convolution takes any size.
     example_shape: tuple[int, ...] = ()
 
@@ -55,54 +54,9 @@ class _LearnedInverse(LinearMap):
         z, log_det, reconstruction = self.self_normalize(x)
         return Surrogate(z + self.broadcast_bias(), log_det, reconstruction)
 
-    @in_full_precision
-    def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
-        self.check_input(z)
-        return self.apply_inverse(z - self.broadcast_bias())
-
-    @in_full_precision
-    def refined_inverse(self, z: Tensor, *, context: Tensor | None = None, tolerance: float | None = None) -> Tensor:
-        """R(z − b), iterated to ‖z − f(x)‖ ≤ tolerance·‖z − b‖; exact, with a warning, where that does not converge."""
-        self.check_input(z)
-        tolerance = default_tolerance(z.dtype) if tolerance is None else tolerance
-        x, residual = refine(self.apply_weight, self.apply_inverse, z - self.broadcast_bias(), tolerance)
-        if residual <= tolerance:
-            return x
-        warnings.warn(
-            f"{describe(self)}: refining the learned inverse stopped at a relative residual of {residual:.1e}, above the "
-            f"tolerance {tolerance:.1e}: either R is too far from the inverse (it takes a spectral radius of I − RW well below "
-            f"1), or {z.dtype} resolves no more; using the exact inverse instead",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return self.inverse(z)[0]
-
-    @in_full_precision
-    def reconstruction(self, h: Tensor) -> Tensor:
-        """‖RWh − h‖², (N,), for any h: on white noise its mean estimates ‖RW − I‖²."""
-        self.check_input(h)
-        return (self.apply_inverse(self.apply_weight(h)) - h).square().flatten(1).sum(1)
-
     def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Wx, zeros (N,) that carry the log-determinant's gradient, and ‖RWx − x‖² (N, 1)."""
         raise NotImplementedError
-
-    def apply_inverse(self, z: Tensor) -> Tensor:
-        """Rz."""
-        raise NotImplementedError
-
-    def learned_from(self, weight: Tensor) -> Tensor:
-        """The weight_inv that suits a weight, for when a state brings only the latter."""
-        raise NotImplementedError
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        weight = state_dict.get(prefix + "weight")
-        if weight is not None and weight.shape == self.weight.shape and prefix + "weight_inv" not in state_dict:
-            # The state of an exact twin.
-            if not torch.isfinite(weight).all():
-                raise ValueError(f"{describe(self)}: expected finite weights to compute weight_inv from, got non-finite ones")
-            state_dict[prefix + "weight_inv"] = self.learned_from(widen(weight)).to(weight)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 class SelfNormLinear(_LearnedInverse, DenseMap):
@@ -119,7 +73,7 @@ class SelfNormLinear(_LearnedInverse, DenseMap):
 
     def __init__(self, features: int, bias: bool = True) -> None:
         super().__init__(features, bias)
-        self.weight_inv = nn.Parameter(_transposed(self.weight.detach()))
+        self.weight_inv = nn.Parameter(transposed(self.weight.detach()))
 
     def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return _SelfNormLinear.apply(x, self.weight, self.weight_inv)
@@ -127,7 +81,7 @@ class SelfNormLinear(_LearnedInverse, DenseMap):
     def apply_inverse(self, z: Tensor) -> Tensor:
         return z @ self.weight_inv.mT
 
-    def learned_from(self, weight: Tensor) -> Tensor:
+    def inverse_of(self, weight: Tensor) -> Tensor:
         return invert(describe(self), weight, Dense())
 
 
@@ -178,7 +132,7 @@ class SelfNormConv2d(_LearnedInverse, ConvMap):
     def apply_inverse(self, z: Tensor) -> Tensor:
         return convolve(z, self.weight_inv, self.geometry)
 
-    def learned_from(self, weight: Tensor) -> Tensor:
+    def inverse_of(self, weight: Tensor) -> Tensor:
         groups = self.geometry.groups
         if self.kernel_size == (1, 1):
             blocks = invert(describe(self), weight, PerPixel((self.channels, 1, 1), groups))
@@ -198,17 +152,17 @@ class _SelfNormLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor, grad_reconstruction: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        _refuse_second_derivative()
+        refuse_second_derivative()
         x, z, error, W, R = ctx.saved_tensors
         half = grad_log_det.sum() / 2
         grad_error = 2 * grad_reconstruction * error
         grad_x = grad_z @ W
-        grad_W = _transposed(R).mul_(half).addmm_(torch.addmm(grad_z, grad_error, R, beta=0.5).mT, x)
-        grad_R = _transposed(W).mul_(-half).addmm_((grad_error - grad_x / 2).mT, z)
+        grad_W = transposed(R).mul_(half).addmm_(torch.addmm(grad_z, grad_error, R, beta=0.5).mT, x)
+        grad_R = transposed(W).mul_(-half).addmm_((grad_error - grad_x / 2).mT, z)
         return grad_x, grad_W, grad_R
 
 
-def _transposed(matrix: Tensor) -> Tensor:
+def transposed(matrix: Tensor) -> Tensor:
     """A transposed copy. Copying works in tiles; arithmetic across the grain of memory would cost more than a product."""
     return matrix.mT.clone(memory_format=torch.contiguous_format)
 
@@ -235,7 +189,7 @@ class _SelfNormConv2d(torch.autograd.Function):
     def backward(
         ctx: Any, grad_z: Tensor, grad_log_det: Tensor, grad_reconstruction: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        _refuse_second_derivative()
+        refuse_second_derivative()
         x, z, error, w, r = ctx.saved_tensors
         geometry: Geometry = ctx.geometry
         half = grad_log_det.sum() / 2
@@ -245,13 +199,6 @@ class _SelfNormConv2d(torch.autograd.Function):
         grad_w = _kernel_terms(x, towards_w, r, w, half, geometry)
         grad_r = _kernel_terms(z, grad_error - grad_x / 2, w, r, -half, geometry)
         return grad_x, grad_w, grad_r, None, None, None
-
-
-def _refuse_second_derivative() -> None:
-    if torch.is_grad_enabled():  # only so in a backward pass with create_graph=True
-        raise RuntimeError(
-            "surrogate: its gradient is an estimate and has no derivative of its own; differentiate log_prob twice instead"
-        )
 
 
 def _kernel_terms(x: Tensor, grad: Tensor, inverse: Tensor, kernel: Tensor, scale: Tensor, geometry: Geometry) -> Tensor:

@@ -1,0 +1,66 @@
+"""What a layer does with an R ≈ W⁻¹ that it keeps beside W, whether R is learned with it or tracks it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfnorm.checks import describe
+from selfnorm.inverses import default_tolerance, refine, widen
+from selfnorm.layers.linear import LinearMap, drop_kept_inverse, in_full_precision
+
+
+class KeptInverse(LinearMap):
+    """z = Wx + b with an approximate inverse R at hand: one product instead of a factorisation. Abstract."""
+
+    weight_inv: Tensor
+
+    def apply_inverse(self, z: Tensor) -> Tensor:
+        """Rz."""
+        raise NotImplementedError
+
+    def inverse_of(self, weight: Tensor) -> Tensor:
+        """The weight_inv that suits a weight, in the weight's precision; a `SingularWeightError` where there is none."""
+        raise NotImplementedError
+
+    @in_full_precision
+    def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
+        self.check_input(z)
+        return self.apply_inverse(z - self.broadcast_bias())
+
+    @in_full_precision
+    def refined_inverse(self, z: Tensor, *, context: Tensor | None = None, tolerance: float | None = None) -> Tensor:
+        """R(z − b), iterated to ‖z − f(x)‖ ≤ tolerance·‖z − b‖; exact, with a warning, where that does not converge."""
+        self.check_input(z)
+        tolerance = default_tolerance(z.dtype) if tolerance is None else tolerance
+        x, residual = refine(self.apply_weight, self.apply_inverse, z - self.broadcast_bias(), tolerance)
+        if residual <= tolerance:
+            return x
+        warnings.warn(
+            f"{describe(self)}: refining the kept inverse stopped at a relative residual of {residual:.1e}, above the "
+            f"tolerance {tolerance:.1e}: either R is too far from the inverse (it takes a spectral radius of I − RW well below "
+            f"1), or {z.dtype} resolves no more; using the exact inverse instead",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return self.inverse(z)[0]
+
+    @in_full_precision
+    def reconstruction(self, h: Tensor) -> Tensor:
+        """‖RWh − h‖², (N,), for any h: on white noise its mean estimates ‖RW − I‖²."""
+        self.check_input(h)
+        return (self.apply_inverse(self.apply_weight(h)) - h).square().flatten(1).sum(1)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        if "fallbacks" not in self._buffers and prefix + "fallbacks" in state_dict:
+            drop_kept_inverse(state_dict, prefix)  # of a tracked twin, whose inverse may have another shape
+        weight = state_dict.get(prefix + "weight")
+        if weight is not None and weight.shape == self.weight.shape and prefix + "weight_inv" not in state_dict:
+            # The state of an exact twin.
+            if not torch.isfinite(weight).all():
+                raise ValueError(f"{describe(self)}: expected finite weights to compute weight_inv from, got non-finite ones")
+            state_dict[prefix + "weight_inv"] = self.inverse_of(widen(weight)).to(weight)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
