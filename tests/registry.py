@@ -14,8 +14,10 @@ from selfnorm import (
     Chain,
     ConditionalAffine,
     Conv1x1,
+    EmergingConv2d,
     ExactConv2d,
     ExactLinear,
+    ExpConv2d,
     Flatten,
     Logit,
     LULinear,
@@ -30,6 +32,7 @@ from selfnorm import (
     TrackedConv2d,
     TrackedLinear,
 )
+from selfnorm.layers.emerging import AutoregressiveConv2d
 from selfnorm.models import conv_flow, fc_flow, glow
 
 
@@ -98,6 +101,17 @@ REGISTRY = {
     "TrackedConv2d-sketch": Case(
         lambda: TrackedConv2d(1, (3, 5), (3, 4), "sketch", bias=False), (1, 3, 4), (2, 1, 4, 4), free_of_determinant=True
     ),
+    "AutoregressiveConv2d": Case(lambda: AutoregressiveConv2d(3, (3, 1)), (3, 4, 2), (2, 2, 4, 2)),
+    "AutoregressiveConv2d-mirrored": Case(
+        lambda: AutoregressiveConv2d(2, (1, 5), mirrored=True, bias=False, mask="raster"), (2, 2, 6), (2, 2, 6)
+    ),
+    "AutoregressiveConv2d-fronts": Case(lambda: AutoregressiveConv2d(24, (3, 3)), (24, 1, 3), (2, 23, 1, 3)),
+    "EmergingConv2d": Case(lambda: EmergingConv2d(2), (2, 4, 3), (2, 3, 4, 3)),
+    "EmergingConv2d-raster": Case(lambda: EmergingConv2d(2, (3, 5), mask="raster"), (2, 3, 4), (2, 3, 4)),
+    "EmergingConv2d-plain": Case(lambda: EmergingConv2d(3, 5, mix=False), (3, 2, 4), (2, 1, 2, 4)),
+    "ExpConv2d": Case(lambda: ExpConv2d(3), (3, 4, 3), (2, 2, 4, 3), surrogate_tolerance=1e-3),
+    "ExpConv2d-plain": Case(lambda: ExpConv2d(2, 5, mix=False), (2, 4, 3), (2, 2, 4), surrogate_tolerance=1e-3),
+    "ExpConv2d-rectangular": Case(lambda: ExpConv2d(2, (1, 3)), (2, 2, 5), (2, 3, 2, 5), surrogate_tolerance=1e-3),
     "SmoothLeakyReLU": Case(lambda: SmoothLeakyReLU(0.3), (7,), draw=wide),
     "SplineActivation": Case(lambda: SplineActivation((2, 3, 2)), (2, 3, 2), (2, 2, 2, 3), draw=wide),
     "SplineActivation-1-bin": Case(lambda: SplineActivation(4, bins=1, bound=3.0), (4,), (2, 5), draw=wide),

@@ -8,7 +8,9 @@ from selfnorm.flow import Flow, StandardNormal
 from selfnorm.inverses import SingularWeightError
 from selfnorm.layers.coupling import AffineCoupling, ConditionalAffine
 from selfnorm.layers.elementwise import ActNorm, Affine, Logit, SmoothLeakyReLU, Standardize
+from selfnorm.layers.emerging import EmergingConv2d
 from selfnorm.layers.exact import Conv1x1, ExactConv2d, ExactLinear
+from selfnorm.layers.exponential import ExpConv2d
 from selfnorm.layers.image import Flatten, Split, Squeeze
 from selfnorm.layers.lu import LULinear
 from selfnorm.layers.relative import RelativeLinear
@@ -30,8 +32,10 @@ __all__ = [
     "Chain",
     "ConditionalAffine",
     "Conv1x1",
+    "EmergingConv2d",
     "ExactConv2d",
     "ExactLinear",
+    "ExpConv2d",
     "Flatten",
     "Flow",
     "LULinear",

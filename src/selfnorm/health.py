@@ -1,6 +1,6 @@
-"""How good a flow's learned inverses are: layer by layer against the exact answer, and end to end; and how to mend them.
+"""How good the inverses are that a flow keeps, learned or tracked: layer by layer against the exact answer, and end to end; and how to mend them.
 
-Training watches R only through the reconstruction of the data. Where the data has no variance R may drift unseen, so each layer
+Training watches a learned R only through the reconstruction of the data. Where the data has no variance R may drift unseen, so each layer
 is also measured in all directions (`distance`, `noise_reconstruction`), and by what it is for, the gradient it gives (`angle`,
 `log_det_angle`).
 """
@@ -21,9 +21,8 @@ from selfnorm.bijection import located
 from selfnorm.checks import describe
 from selfnorm.flow import Flow, Inverse
 from selfnorm.inverses import widen
-from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
-
-SelfNormLayer = SelfNormLinear | SelfNormConv2d
+from selfnorm.layers.kept import KeptInverse
+from selfnorm.layers.linear import ConvMap
 
 PROBES = 256  # white-noise vectors: ±9% for the worst case, an error in one direction only
 SAMPLES = 64  # prior samples that go to x and back
@@ -32,9 +31,9 @@ LARGEST = 4096  # rows of a block to take singular values of, and columns of RW 
 
 @dataclass(frozen=True)
 class LayerHealth:
-    """One self-normalizing layer z = Wh + b with learned inverse R; for a convolution W is T(w) and R is T(r)."""
+    """One layer z = Wh + b that keeps an inverse R; for a convolution W is T(w), and a learned R is T(r)."""
 
-    name: str  # as in `flow.reconstruction_names`
+    name: str  # `flow.bijection.get_submodule(name)`
     layer: str
     dimensions: int  # D
     distance: float  # ‖RW − I‖_F / √D
@@ -50,7 +49,7 @@ class LayerHealth:
 
 @dataclass(frozen=True)
 class FlowHealth:
-    """All self-normalizing layers, first to last, and how well the flow comes back to where it started.
+    """All layers that keep an inverse, first to last, and how well the flow comes back to where it started.
 
     round_trip:  by inverse, the median over prior samples z of ‖f(g(z)) − z‖/‖z‖; inf where the flow refused (a non-finite or
                  out-of-range value on the way, a singular weight).
@@ -65,7 +64,7 @@ class FlowHealth:
 @torch.inference_mode(False)
 @torch.enable_grad()
 def examine(flow: Flow, x: Tensor, generator: torch.Generator | None = None) -> FlowHealth:
-    """Measure a flow's learned inverses on a batch of data. Works on a copy in eval mode; the flow itself stays as it is.
+    """Measure the inverses that a flow keeps on a batch of data. Works on a copy in eval mode; the flow itself stays as it is.
 
     generator: for the noise and the prior samples, on x's device; without one, a fixed seed. Cost: for each layer a
     factorisation and singular values, O(m³) for blocks of m rows, and up to LARGEST products with R and W.
@@ -75,7 +74,7 @@ def examine(flow: Flow, x: Tensor, generator: torch.Generator | None = None) -> 
     flow = copy.deepcopy(flow).eval()
     x = x.detach().clone()  # of a tensor made in inference mode, too, so that autograd may keep it
     generator = torch.Generator(x.device).manual_seed(0) if generator is None else generator
-    named = dict(_self_normalizing(flow))
+    named = dict(_keeping(flow))
     weights = [layer.weight.requires_grad_() for layer in named.values()]
     log_prob, inputs = _score(flow, named, x)
     exact = _gradients(-log_prob.mean(), weights)
@@ -94,13 +93,13 @@ def examine(flow: Flow, x: Tensor, generator: torch.Generator | None = None) -> 
 
 
 def repair(flow: Flow, x: Tensor | None = None) -> tuple[str, ...]:
-    """Set each learned inverse from its weight, in place: exact for linear layers and 1×1 kernels, least-squares for k×k ones.
+    """Set each kept inverse from its weight, in place: exact for linear layers and 1×1 kernels, least-squares for k×k ones.
 
     Returns the names of the layers that were changed: all of them, or, given data x, those that undo their W better for it, on
     x's h and on white noise taken together (a trained k×k kernel may beat the least-squares one, which knows no border). An
     optimiser's moments are of the old R: start a new one. Nothing is changed if any weight is singular.
     """
-    named = dict(_self_normalizing(flow))
+    named = dict(_keeping(flow))
     mended = {}
     with torch.inference_mode(False), torch.no_grad():
         for name, layer in named.items():
@@ -114,17 +113,14 @@ def repair(flow: Flow, x: Tensor | None = None) -> tuple[str, ...]:
     return tuple(mended)
 
 
-def _self_normalizing(flow: Flow) -> Iterator[tuple[str, SelfNormLayer]]:
-    """By name; one that the flow uses twice is named once, by its first place."""
-    seen = set()
-    for name in flow.reconstruction_names:
-        layer = flow.bijection.get_submodule(name)
-        if isinstance(layer, SelfNormLayer) and layer not in seen:
-            seen.add(layer)
+def _keeping(flow: Flow) -> Iterator[tuple[str, KeptInverse]]:
+    """The layers by name; one that the flow uses twice is named once, by its first place."""
+    for name, layer in flow.bijection.named_modules():
+        if isinstance(layer, KeptInverse):
             yield name, layer
 
 
-def _score(flow: Flow, named: dict[str, SelfNormLayer], x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def _score(flow: Flow, named: dict[str, KeptInverse], x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """log p(x), and the h that each layer was given on the way, in float64."""
     inputs: dict[str, Tensor] = {}
 
@@ -149,7 +145,7 @@ def _score(flow: Flow, named: dict[str, SelfNormLayer], x: Tensor) -> tuple[Tens
 
 
 def _examine_layer(
-    name: str, layer: SelfNormLayer, h: Tensor, exact_gradient: Tensor, gradient: Tensor, generator: torch.Generator
+    name: str, layer: KeptInverse, h: Tensor, exact_gradient: Tensor, gradient: Tensor, generator: torch.Generator
 ) -> tuple[LayerHealth, list[str]]:
     layer = copy.deepcopy(layer).to(widen(layer.weight))  # .to(tensor): to its dtype and device
     notes = []
@@ -161,6 +157,8 @@ def _examine_layer(
     if distance is None:
         distance = math.sqrt(noise_reconstruction)
         notes.append(f"layer {name}: distance is an estimate from {PROBES} white-noise vectors; D is too large for all columns")
+    if fallbacks := int(getattr(layer, "fallbacks", 0)):
+        notes.append(f"layer {name}: its tracker lost R and factorised anew, {fallbacks} times so far")
     if condition is None:
         notes.append(f"layer {name}: no condition number; its blocks have more than {LARGEST} rows")
     # The log-determinant's terms, as the layer itself differentiates them, for one example.
@@ -194,17 +192,17 @@ def _angle(a: Tensor, b: Tensor) -> float:
     return math.degrees(2 * math.atan2(float((a - b).norm()), float((a + b).norm())))
 
 
-def _reconstruction(layer: SelfNormLayer, h: Tensor) -> float:
+def _reconstruction(layer: KeptInverse, h: Tensor) -> float:
     """Mean ‖RWh − h‖²/D."""
     return float((layer.apply_inverse(layer.apply_weight(h)) - h).square().mean())
 
 
-def _distance(layer: SelfNormLayer, h: Tensor) -> float | None:
+def _distance(layer: KeptInverse, h: Tensor) -> float | None:
     """‖RW − I‖_F/√D: the root of the mean of ‖RWe − e‖² over unit vectors e, in chunks; None if there are too many."""
     event, dimensions = h.shape[1:], h[0].numel()
     stride = 1
-    if isinstance(layer, SelfNormConv2d):
-        sizes = {layer.kernel_size, layer.inverse_kernel_size}
+    if isinstance(layer, ConvMap):
+        sizes = {layer.kernel_size, getattr(layer, "inverse_kernel_size", layer.kernel_size)}
         if layer.geometry.padding_mode == "circular" or sizes == {(1, 1)}:
             stride = dimensions // layer.channels  # every pixel is treated alike: one for each channel will do
     units = torch.arange(0, dimensions, stride, device=h.device)
@@ -217,7 +215,7 @@ def _distance(layer: SelfNormLayer, h: Tensor) -> float | None:
     return math.sqrt(total / len(units))
 
 
-def _condition(layer: SelfNormLayer, h: Tensor) -> float | None:
+def _condition(layer: KeptInverse, h: Tensor) -> float | None:
     form = layer.form(h)
     if form.split(h[:1]).shape[-2] > LARGEST:
         return None
@@ -225,7 +223,7 @@ def _condition(layer: SelfNormLayer, h: Tensor) -> float | None:
     return float(values.max() / values.min())
 
 
-def _is_better(layer: SelfNormLayer, R: Tensor, h: Tensor) -> bool:
+def _is_better(layer: KeptInverse, R: Tensor, h: Tensor) -> bool:
     noise = torch.randn(PROBES, *h.shape[1:], generator=torch.Generator().manual_seed(0)).to(h)
     old = copy.deepcopy(layer).to(h)
     new = copy.deepcopy(old)

@@ -8,14 +8,19 @@ it.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from selfnorm.bijection import located
 from selfnorm.checks import count, expect_batch
 from selfnorm.flow import Flow
 from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
+from selfnorm.neumann import draw_terms, expect_finite_variance, neumann_tail, spectral_radius
+from selfnorm.polish import expect_polish, polish_inverse
+
+VARIANCE_CHECK = 100  # steps between two looks at whether debiasing has a finite variance
 
 
 class Metrics(NamedTuple):
@@ -150,6 +155,10 @@ class Loss(nn.Module):
     penalty:  a `Penalty`, or a number for `Fixed`.
     probes:   how many white-noise vectors each self-normalizing layer also has to reconstruct, at each step. Data leaves R
               free in directions in which it does not vary; noise has none.
+    symmetric:     reconstruct z from Rz, too: the mean of ‖RWx − x‖² and ‖WRz − z‖², whose x and z are both constants.
+    polish:        a method of `selfnorm.polish`, which moves R towards W⁻¹ after every `polish_every` steps.
+    debias:        how many white-noise vectors estimate, at each step, what Rᵀ lacks of W⁻ᵀ (`selfnorm.neumann`); 0 for none.
+    debias_keep:   q, the probability of one more term in that estimate. It is checked now and then that ρ(I − RW)² < q.
 
     >>> from selfnorm.models import fc_flow
     >>> loss = Loss(fc_flow(3), penalty=10.0)
@@ -158,12 +167,36 @@ class Loss(nn.Module):
     (torch.Size([]), torch.Size([2]))
     """
 
-    def __init__(self, flow: Flow, penalty: Penalty | float = 1.0, probes: int = 0) -> None:
+    steps: Tensor
+
+    def __init__(
+        self,
+        flow: Flow,
+        penalty: Penalty | float = 1.0,
+        probes: int = 0,
+        *,
+        symmetric: bool = False,
+        polish: str | None = None,
+        polish_every: int = 100,
+        debias: int = 0,
+        debias_keep: float = 0.5,
+    ) -> None:
         super().__init__()
         self.flow = flow
         self.penalty = penalty if isinstance(penalty, Penalty) else Fixed(penalty)
         self.penalty.attach(len(flow.reconstruction_names))
         self.probes = count("Loss", "probes", probes) if probes else 0
+        self.polish, self.polish_every = polish, count("Loss", "polish_every", polish_every)
+        self.debias, self.debias_keep = count("Loss", "debias", debias) if debias else 0, debias_keep
+        for layer in self._layers():
+            layer.symmetric = symmetric
+            if polish is not None:
+                expect_polish(layer, polish)
+        # What happens every so many steps must happen at the same ones after a resume: the count is state, which the host knows.
+        self._counts = polish is not None or debias > 0
+        self._steps = 0
+        if self._counts:
+            self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self._shapes: list[tuple[int, ...]] = []
         self._dimensions = torch.zeros(0)
 
@@ -179,12 +212,38 @@ class Loss(nn.Module):
         if self.probes and layers:
             error = error + torch.stack([self._probe(layer, x, generator) for layer in layers]) / dimensions
         nll = -surrogate.log_det.mean()
-        return nll + self.penalty(error, dimensions), Metrics(nll.detach(), error.detach())
+        value = nll + self.penalty(error, dimensions)
+        if self.debias:
+            value = value - sum(self._tail(layer, x, generator) for layer in layers) / 2  # each has ½Rᵀ already
+        return value, Metrics(nll.detach(), error.detach())
 
-    def after_step(self, metrics: Metrics) -> None:
+    @property
+    def draws(self) -> bool:
+        """Whether there is a use for a generator."""
+        layers = (getattr(module, "draws", False) for module in self.flow.modules())
+        return bool(self.probes or self.debias) or self.polish == "low-rank" or any(layers)
+
+    def after_step(self, metrics: Metrics, *, generator: torch.Generator | None = None) -> None:
         """Call after each optimiser step, with what its `forward` gave."""
         self.penalty.after_step(metrics.reconstruction)
-        self.flow.after_step()
+        self.flow.after_step(generator=generator)
+        if not self._counts:
+            return
+        self.steps += 1
+        self._steps += 1
+        if self.polish is not None and self._steps % self.polish_every == 0:
+            for layer in self._layers():
+                polish_inverse(layer, self.polish, generator)
+        if self.debias and self._steps % VARIANCE_CHECK == 1:
+            for name, layer in zip(self.flow.reconstruction_names, self._layers(), strict=True):
+                with located(f"layer {name}"):
+                    radius = spectral_radius(layer, layer.example_shape, generator=generator)
+                    expect_finite_variance(layer, radius, self.debias_keep)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        if self._counts:
+            self._steps = int(self.steps)
 
     def _layers(self) -> list[SelfNormLinear | SelfNormConv2d]:
         return [self.flow.bijection.get_submodule(name) for name in self.flow.reconstruction_names]  # type: ignore[misc]
@@ -199,6 +258,12 @@ class Loss(nn.Module):
     def _probe(self, layer: SelfNormLinear | SelfNormConv2d, x: Tensor, generator: torch.Generator | None) -> Tensor:
         noise = torch.randn(self.probes, *layer.example_shape, generator=generator, device=x.device, dtype=x.dtype)
         return layer.reconstruction(noise).mean()
+
+    def _tail(self, layer: SelfNormLinear | SelfNormConv2d, x: Tensor, generator: torch.Generator | None) -> Tensor:
+        noise = torch.randn(self.debias, *layer.example_shape, generator=generator, device=x.device, dtype=x.dtype)
+        # How many terms there are is for the host to know, which must not wait for a device's generator to tell.
+        host = None if generator is None else torch.Generator().manual_seed(generator.initial_seed())
+        return neumann_tail(layer, noise, terms=draw_terms(self.debias, self.debias_keep, host), keep=self.debias_keep)
 
 
 def _positive(who: str, name: str, value: float, *, zero: bool = False) -> float:

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from selfnorm.bijection import located
 
@@ -48,6 +48,11 @@ class Recipe:
     weight_rate: float | None = None  # geco, mdmm: how fast λ moves, if other than their default
     damping: float | None = None  # mdmm: of the square, likewise
     probes: int = 0  # white-noise vectors to reconstruct beside the data, each layer, each step
+    symmetric: bool = False  # reconstruct z from Rz beside x from RWx
+    polish: Literal["newton-schulz", "low-rank", "least-squares", "tap-mean"] | None = None  # of R, by linear algebra
+    polish_every: int = 100  # steps
+    debias: int = 0  # white-noise vectors that estimate what Rᵀ lacks of the exact gradient, each layer, each step
+    debias_keep: float = 0.5  # the probability of one more term in that estimate
     # optimisation: Adam
     epochs: int = 1000
     batch_size: int = 100
@@ -78,17 +83,18 @@ class Recipe:
 _TINY = math.ulp(0.0)
 _LARGE = 65_536  # of a size or a number of layers; a damaged recipe may ask for more than memory or patience hold
 _LIMITS: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("jitter", "weight", "tolerance", "damping", "probes", "warmup_epochs"), (0, math.inf)),
+    **dict.fromkeys(("jitter", "weight", "tolerance", "damping", "probes", "debias", "warmup_epochs"), (0, math.inf)),
     "seed": (0, 2**63 - 1),
     **dict.fromkeys(("layers", "bins", "blocks", "layers_per_block", "steps", "hidden"), (1, _LARGE)),
     **dict.fromkeys(("kernel_size", "inverse_kernel_size"), (1, _LARGE)),
-    **dict.fromkeys(("epochs", "batch_size", "validate_every", "patience"), (1, math.inf)),
+    **dict.fromkeys(("epochs", "batch_size", "validate_every", "patience", "polish_every"), (1, math.inf)),
     "threads": (1, 1024),
     **dict.fromkeys(("eval_batch_size", "test_samples"), (1, math.inf)),
     **dict.fromkeys(("clip", "learning_rate", "weight_rate"), (_TINY, math.inf)),
     "init_examples": (2, math.inf),
     "levels": (2, 256),
     "decay": (0, 1),
+    "debias_keep": (_TINY, 1 - math.ulp(0.5)),
 }
 
 
@@ -154,7 +160,7 @@ def _keys() -> list[str]:
 
 
 def _choices(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) is UnionType else (kind,)
+    return get_args(kind) if get_origin(kind) in (UnionType, Union) else (kind,)  # a Literal makes the older kind of union
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -224,7 +224,16 @@ def build_loss(recipe: Recipe, flow: Flow) -> Loss:
     else:
         penalty = Fixed(recipe.weight)
     with _single_precision():
-        return Loss(flow, penalty, recipe.probes)
+        return Loss(
+            flow,
+            penalty,
+            recipe.probes,
+            symmetric=recipe.symmetric,
+            polish=recipe.polish,
+            polish_every=recipe.polish_every,
+            debias=recipe.debias,
+            debias_keep=recipe.debias_keep,
+        )
 
 
 def _given(**options: float | None) -> dict[str, Any]:

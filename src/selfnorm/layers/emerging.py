@@ -18,9 +18,9 @@ from selfnorm.layers.linear import in_full_precision, odd_kernel
 
 Mask = Literal["quadrant", "raster"]
 PLAIN = Geometry()
-# An image's row of at most so many values is solved for at once, a longer one by fronts. On two CPU cores the former takes a
-# quarter to nine tenths of the latter's time up to 112 values, at batch 1 and 100, and as much or more from 192 on.
-ROW = 128
+# Images whose rows hold at most so many values, C·W, are solved for by rows, others by fronts. On one CPU core rows take 0.3 to
+# 0.9 of the fronts' time up to there, with few exceptions, and beyond it more at batch 100: see benchmarks/emerging.py.
+ROW = 64
 
 
 class AutoregressiveConv2d(Bijection):
@@ -81,7 +81,7 @@ class AutoregressiveConv2d(Bijection):
         self._check_input(z)
         log_det = -self._exact_log_det(z)
         if z.shape[0] == 0:
-            return z, log_det
+            return z, log_det  # there is nothing to solve
         x = AutoregressiveSolve.apply(widen(z - self._broadcast_bias()), widen(self._kernel()), self.mirrored, self.mask)
         return x.to(z), log_det
 
@@ -112,8 +112,8 @@ class AutoregressiveConv2d(Bijection):
         zeros = int((diagonal == 0).sum())
         if zeros:
             raise SingularWeightError(
-                f"{describe(self)}: expected an invertible weight, got a singular one ({zeros} of {diagonal.numel()} entries on "
-                "the diagonal of its centre are 0); it has no exact inverse and no finite log-determinant"
+                f"{describe(self)}: expected an invertible weight, got a singular one ({zeros} of {diagonal.numel()} entries "
+                "on the diagonal of its centre are 0); it has no exact inverse and no finite log-determinant"
             )
         return _log_abs_det(widen(diagonal), x)
 
@@ -121,10 +121,10 @@ class AutoregressiveConv2d(Bijection):
 class EmergingConv2d(Chain):
     """A k×k convolution by triangular parts: two autoregressive ones with opposite masks, a 1×1 before them with `mix`.
 
-    With mask "quadrant" the two together read k×k pixels around each, and with "raster" (2k − 1)×(2k − 1), in all channels.
+    With mask "quadrant" the two together read the k×k pixels around each, in all channels; with "raster" also some beside them.
     The parts are a `Conv1x1` and two `AutoregressiveConv2d`, the last of which has a bias; log-determinants are exact and cost
     O(C³), and `inverse` undoes one part after another. Hoogeboom et al. (2019), "Emerging convolutions for generative
-    normalizing flows", section 3.1.
+    normalizing flows".
 
     >>> layer = EmergingConv2d(2)
     >>> z, log_det = layer(torch.randn(5, 2, 8, 6))
@@ -132,7 +132,14 @@ class EmergingConv2d(Chain):
     (torch.Size([5, 2, 8, 6]), torch.Size([5]))
     """
 
-    def __init__(self, channels: int, kernel_size: int | Sequence[int] = 3, mix: bool = True, *, mask: Mask = "quadrant") -> None:
+    def __init__(
+        self,
+        channels: int,
+        kernel_size: int | Sequence[int] = 3,
+        mix: bool = True,
+        *,
+        mask: Mask = "quadrant",
+    ) -> None:
         with located(type(self).__name__):
             super().__init__(
                 *([Conv1x1(channels)] if mix else []),
@@ -172,22 +179,20 @@ class AutoregressiveSolve(torch.autograd.Function):
 def solve_by_rows(z: Tensor, w: Tensor) -> Tensor:
     """T(w)⁻¹z for either mask, not mirrored: an image's row at a time, from the last to the first.
 
-    With T_k between rows that are k apart, row i is T_0⁻¹z_i − Σ_k T_0⁻¹T_k x_{i+k}: one product a row, once T_0⁻¹ is folded
-    into the rest. Cost: O((CW)²·(CW + N·H)·kh).
+    With T_k from the row that is k further down, row i is T_0⁻¹(z_i − Σ_k T_k x_{i+k}): one product and one triangular solve
+    for each. Cost: O(N·H·(CW)²·kh).
     """
     n, channels, height, width = z.shape
     reach, row = w.shape[2] // 2, channels * width
-    matrices = torch.stack([conv_matrix(w[:, :, k : k + 1], (1, width), PLAIN)[0] for k in range(reach, w.shape[2])])
-    # Rows and columns go from (C, W) to (W, C) order, in which T_0 is upper triangular.
-    matrices = matrices.unflatten(2, (channels, width)).unflatten(1, (channels, width)).permute(2, 1, 0, 4, 3)
-    matrices = matrices.reshape(row, reach + 1, row)
+    # All T_k at once, as the groups of one convolution of rows, then from (C, W) to (W, C) order, in which T_0 is triangular.
+    kernels = w[:, :, reach:].permute(2, 0, 1, 3).reshape(-1, channels, 1, w.shape[3])
+    matrices = conv_matrix(kernels, (1, width), Geometry(groups=reach + 1))
+    matrices = matrices.reshape(reach + 1, channels, width, channels, width).permute(2, 1, 0, 4, 3).reshape(row, reach + 1, row)
     own, after = matrices[:, 0], matrices[:, 1:].reshape(row, reach * row)
-    pull = torch.linalg.solve_triangular(own, after, upper=True)
-    alone = torch.linalg.solve_triangular(own, z.permute(3, 1, 2, 0).reshape(row, height * n), upper=True)
-    alone = alone.reshape(row, height, n).transpose(0, 1)
-    x = torch.cat([alone, alone.new_zeros(reach, row, n)])
+    x = torch.cat([z.permute(2, 3, 1, 0).reshape(height, row, n), z.new_zeros(reach, row, n)])
     for i in reversed(range(height)):
-        x[i].addmm_(pull, x[i + 1 : i + 1 + reach].reshape(reach * row, n), alpha=-1)
+        rest = torch.addmm(x[i], after, x[i + 1 : i + 1 + reach].reshape(reach * row, n), alpha=-1)
+        x[i] = torch.linalg.solve_triangular(own, rest, upper=True)
     return x[:height].reshape(height, width, channels, n).permute(3, 2, 0, 1)
 
 
@@ -223,9 +228,8 @@ def _fronts(
     after = autoregressive_taps(1, kernel_size, mask)[0, 0]
     after[rows, columns] = False
     k, m = after.nonzero(as_tuple=True)
-    # A kernel of one row or column leaves the pixels of the other axis to themselves.
-    down = 0 if rows == 0 else columns + 1 if mask == "raster" else 1
-    front = (down * torch.arange(size[0])[:, None] + min(columns, 1) * torch.arange(size[1])).flatten()
+    down = columns + 1 if mask == "raster" else 1
+    front = (down * torch.arange(size[0])[:, None] + torch.arange(size[1])).flatten()
     order = front.argsort(descending=True, stable=True)
     place = F.pad(order.argsort().reshape(size), (columns, columns, rows, rows), value=order.numel())
     reads = place[order // size[1] + k[:, None], order % size[1] + m[:, None]]

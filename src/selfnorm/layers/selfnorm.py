@@ -40,6 +40,8 @@ from selfnorm.layers.linear import ConvMap, DenseMap, in_full_precision, odd_ker
 class _LearnedInverse(KeptInverse):
     """Training of W and R together, whatever their shape. Abstract."""
 
+    # Whether the reconstruction is the mean of ‖RWx − x‖² and ‖WRz − z‖² instead of the former alone. A choice of the loss's.
+    symmetric = False
     # Of the last batch that `surrogate` saw: what white-noise probes must look like. Not state, a convolution takes any size.
     example_shape: tuple[int, ...] = ()
 
@@ -52,6 +54,10 @@ class _LearnedInverse(KeptInverse):
         self.check_input(x)
         self.example_shape = tuple(x.shape[1:])
         z, log_det, reconstruction = self.self_normalize(x)
+        if self.symmetric:
+            target = z.detach()
+            error = self.apply_weight(self.apply_inverse(target)) - target
+            reconstruction = (reconstruction + error.square().flatten(1).sum(1, keepdim=True)) / 2
         return Surrogate(z + self.broadcast_bias(), log_det, reconstruction)
 
     def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

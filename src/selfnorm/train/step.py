@@ -29,6 +29,7 @@ class EagerStep:
     def __init__(self, loss: Loss, optimizer: torch.optim.Adam, batches: TrainingBatches, clip: float | None) -> None:
         self.loss, self.optimizer, self.batches, self.clip = loss, optimizer, batches, clip
         self._parameters = [parameter for parameter in loss.parameters() if parameter.requires_grad]
+        self._draws = loss.draws
         device = self._parameters[0].device
         self.failed = torch.zeros((), device=device, dtype=torch.float32)  # what Adam's switch wants
         self._raised = torch.ones_like(self.failed)
@@ -36,7 +37,8 @@ class EagerStep:
     def __call__(self, epoch: int, index: int, learning_rate: float) -> Metrics:
         x = self.batches.batch(epoch, index)
         self.optimizer.zero_grad(set_to_none=True)
-        value, metrics = self.loss(x, generator=self._probe_generator(epoch, index))
+        generator = self.batches.generator("probes", epoch, index) if self._draws else None
+        value, metrics = self.loss(x, generator=generator)
         value.backward()
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         # What nn.utils.get_total_norm does, without its sorting by device and dtype, which cost as much as the norm.
@@ -49,11 +51,8 @@ class EagerStep:
         # The switch that gradient scaling uses: a fused step with found_inf = 1 leaves weights and moments alone.
         self.optimizer.found_inf = self.failed  # type: ignore[attr-defined]
         self.optimizer.step()
-        self.loss.after_step(metrics)
+        self.loss.after_step(metrics, generator=generator)
         return metrics
-
-    def _probe_generator(self, epoch: int, index: int) -> torch.Generator | None:
-        return self.batches.generator("probes", epoch, index) if self.loss.probes else None
 
 
 def adam(loss: Loss) -> torch.optim.Adam:

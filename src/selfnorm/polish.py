@@ -1,0 +1,116 @@
+"""One step of linear algebra on a learned inverse, now and then, so that it cannot drift where the data says nothing of it.
+
+Gradients move R only where the data has variance; in the directions that are left its error may grow unseen. A polish looks at W
+alone. It moves R, never W, and costs what it costs once every so many steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from selfnorm.blocks import PerPixel, ZeroPadded
+from selfnorm.checks import describe
+from selfnorm.convmatrix import tap_counts, tap_sums
+from selfnorm.inverses import invert, newton_schulz, sketch_and_project, widen
+from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
+
+SelfNormLayer = SelfNormLinear | SelfNormConv2d
+DIRECTIONS = 8  # that the low-rank polish mends: errors were seen to sit in a handful
+LARGEST = 4096  # rows of a T(w) to factorise
+
+
+@torch.no_grad()
+def polish_inverse(layer: SelfNormLayer, method: str, generator: torch.Generator | None = None) -> None:
+    """Move a layer's R towards W⁻¹ by a method of `POLISHES`, in place."""
+    layer.weight_inv.copy_(POLISHES[method](layer, generator))
+
+
+def expect_polish(layer: SelfNormLayer, method: str) -> None:
+    """Refuse a method that there is not, or that does not suit the layer."""
+    if method not in POLISHES:
+        raise ValueError(f"polish: expected one of {', '.join(POLISHES)}, got {method!r}")
+    if method in ("newton-schulz", "low-rank") and _is_kernel(layer):
+        raise ValueError(
+            f"polish: expected least-squares or tap-mean for {describe(layer)}, whose learned inverse is a kernel and not a "
+            f"matrix, got {method}"
+        )
+
+
+def _newton_schulz(layer: SelfNormLayer, generator: torch.Generator | None) -> Tensor:
+    """R(2I − WR): squares the error I − WR where that is a contraction. 4D³ operations."""
+    W, R = _blocks(layer)
+    error = -(W @ R)
+    error.diagonal(dim1=-2, dim2=-1).add_(1)
+    return torch.stack([newton_schulz(*pair) for pair in zip(R, error, strict=True)]).reshape(layer.weight_inv.shape)
+
+
+def _low_rank(layer: SelfNormLayer, generator: torch.Generator | None) -> Tensor:
+    """Make R right in the few directions in which RW − I is largest, found by two steps of subspace iteration. O(D²)."""
+    return torch.stack([_mend_largest(W, R, generator) for W, R in zip(*_blocks(layer), strict=True)]).reshape(
+        layer.weight_inv.shape
+    )
+
+
+def _mend_largest(W: Tensor, R: Tensor, generator: torch.Generator | None) -> Tensor:
+    rows = W.shape[0]
+    Q = torch.randn(rows, min(DIRECTIONS, rows), generator=generator, dtype=W.dtype, device=W.device)
+    for _ in range(2):
+        error = Q - R @ (W @ Q)
+        Q = torch.linalg.qr(error - W.mT @ (R.mT @ error)).Q
+    WQ = W @ Q
+    return sketch_and_project(R, Q - R @ WQ, WQ)
+
+
+def _least_squares(layer: SelfNormLayer, generator: torch.Generator | None) -> Tensor:
+    """The R of its size that minimises ‖RW − I‖, for k×k kernels away from the border; else W⁻¹. A factorisation."""
+    return layer.inverse_of(widen(layer.weight))
+
+
+def _tap_mean(layer: SelfNormLayer, generator: torch.Generator | None) -> Tensor:
+    """For a k×k kernel r, each tap the mean of T(w)⁻¹'s entries where T(r) holds it; else W⁻¹. A factorisation of T(w).
+
+    T(r)ᵀ, as w sees it, is then T(w)⁻ᵀ, border and all: the log-determinant's gradient is the exact one. As an inverse r is no
+    better for it.
+    """
+    if not _is_kernel(layer):
+        return layer.inverse_of(widen(layer.weight))
+    assert isinstance(layer, SelfNormConv2d)
+    if not layer.example_shape:
+        raise ValueError(
+            f"{describe(layer)}: expected to know the image's size for a tap-mean, got none; call surrogate(x) first"
+        )
+    channels, height, width = layer.example_shape
+    geometry, size, kernel_size = layer.geometry, (height, width), layer.inverse_kernel_size
+    if channels // geometry.groups * height * width > LARGEST:
+        raise ValueError(
+            f"{describe(layer)}: expected images of at most {LARGEST} dimensions a group for a tap-mean, which factorises T(w), "
+            f"got {channels}×{height}×{width} in {geometry.groups}; use polish=least-squares"
+        )
+    inverse = invert(describe(layer), widen(layer.weight), ZeroPadded((channels, height, width), geometry))
+    counts = tap_counts(kernel_size, size, geometry, inverse.device).clamp(min=1)  # a tap that no pixel uses has a sum of 0
+    return tap_sums(inverse, kernel_size, size, geometry) / counts
+
+
+def _is_kernel(layer: SelfNormLayer) -> bool:
+    """Whether R is a convolution of more than one tap, of which no matrix of its own size is the inverse."""
+    return isinstance(layer, SelfNormConv2d) and math.prod(layer.kernel_size) * math.prod(layer.inverse_kernel_size) > 1
+
+
+def _blocks(layer: SelfNormLayer) -> tuple[Tensor, Tensor]:
+    """W and R as matrices (groups, m, m)."""
+    if isinstance(layer, SelfNormLinear):
+        return layer.weight[None], layer.weight_inv[None]
+    form = PerPixel((layer.channels, 1, 1), layer.geometry.groups)
+    return form.blocks(layer.weight), form.blocks(layer.weight_inv)
+
+
+POLISHES: dict[str, Callable[[SelfNormLayer, torch.Generator | None], Tensor]] = {
+    "newton-schulz": _newton_schulz,
+    "low-rank": _low_rank,
+    "least-squares": _least_squares,
+    "tap-mean": _tap_mean,
+}
