@@ -24,7 +24,9 @@ NAMED = {
     ),
     *("mnist-conv-snf-asym", "mnist-glow-snf", "mnist-glow-exact", "mnist-glow5x5-geco", "mnist-glow1x1-geco"),
     *("mnist-glow1x1-exact", "cifar10-glow-snf", "cifar10-glow-exact", "imagenet32-glow-snf", "imagenet32-glow-exact"),
-    "moons-fc-snf",
+    *("moons-fc-snf", "digits-conv-exact"),
+    *(f"{data}-fc-{kind}" for data in ("mnist", "digits") for kind in ("relative", "lu", "tracked", "sketch")),
+    *(f"{data}-conv-{kind}" for data in ("mnist", "digits") for kind in ("emerging", "exp", "tracked")),
 }
 
 
@@ -78,6 +80,7 @@ def test_the_names_that_people_were_promised():
         ("imagenet32-glow-.*", {"epochs": 15, "batch_size": 64, "warmup_epochs": 0.0, "clip": 1e4, "steps": 48, "flip": False}),
         ("(mnist|cifar10).*", {"batch_size": 100, "warmup_epochs": 10.0, "decay": 0.0}),
         (".*-exact", {"kind": "exact"}),
+        *((f".*-{kind}", {"kind": kind}) for kind in ("relative", "lu", "tracked", "sketch", "emerging", "exp")),
         (".*-(snf|geco)", {"kind": "selfnorm"}),
     ],
 )

@@ -14,7 +14,9 @@ from selfnorm.checks import count, event_shape
 from selfnorm.flow import Flow, StandardNormal
 from selfnorm.layers.coupling import AffineCoupling, ConditionalAffine
 from selfnorm.layers.elementwise import ActNorm, Affine, Logit, SmoothLeakyReLU, Standardize
+from selfnorm.layers.emerging import EmergingConv2d
 from selfnorm.layers.exact import ExactConv2d, ExactLinear
+from selfnorm.layers.exponential import ExpConv2d
 from selfnorm.layers.image import Flatten, Split, Squeeze
 from selfnorm.layers.lu import LULinear
 from selfnorm.layers.relative import RelativeLinear
@@ -39,6 +41,8 @@ CONV: dict[str, Callable[[int, Size, Size | None, tuple[int, int]], Bijection]] 
     "selfnorm": lambda channels, kernel, inverse_kernel, size: SelfNormConv2d(channels, kernel, inverse_kernel),
     "exact": lambda channels, kernel, inverse_kernel, size: ExactConv2d(channels, kernel),
     "tracked": lambda channels, kernel, inverse_kernel, size: TrackedConv2d(channels, kernel, size),
+    "emerging": lambda channels, kernel, inverse_kernel, size: EmergingConv2d(channels, kernel),
+    "exp": lambda channels, kernel, inverse_kernel, size: ExpConv2d(channels, kernel),
 }
 MIX: dict[str, Callable[[int, Size, tuple[int, int]], Bijection]] = {
     "selfnorm": lambda channels, kernel, size: SelfNormConv2d(channels, kernel),

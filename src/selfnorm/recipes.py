@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from selfnorm.flow import Flow
-from selfnorm.models import conv_flow, fc_flow, glow
+from selfnorm.models import CONV, LINEAR, conv_flow, fc_flow, glow
 from selfnorm.objective import GECO, MDMM, Fixed, Loss, Penalty
 from selfnorm.recipe import Recipe
 
@@ -27,6 +27,16 @@ _DIGITS_FC = Recipe(
     threads=1,
     validate_every=20,
     test_samples=20,
+)
+_DIGITS_CONV = replace(
+    _DIGITS_FC,
+    name="digits-conv-snf",
+    model="conv",
+    blocks=2,
+    layers_per_block=2,
+    kernel_size=3,
+    epochs=100,
+    validate_every=10,
 )
 _MNIST_FC = Recipe("mnist-fc-snf", "table 1: 947.1 ± 0.2 nats", data="mnist", epochs=6000, learning_rate=1e-4)
 _MNIST_CONV = Recipe("mnist-conv-snf", "table 1: 638.6 ± 0.9 nats", data="mnist", model="conv", kernel_size=3, validate_every=5)
@@ -100,21 +110,20 @@ RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         _DIGITS_FC,
-        replace(_DIGITS_FC, name="digits-fc-exact", kind="exact"),
-        replace(
-            _DIGITS_FC,
-            name="digits-conv-snf",
-            model="conv",
-            blocks=2,
-            layers_per_block=2,
-            kernel_size=3,
-            epochs=100,
-            validate_every=10,
-        ),
+        *(replace(_DIGITS_FC, name=f"digits-fc-{kind}", kind=kind) for kind in LINEAR if kind != "selfnorm"),
+        _DIGITS_CONV,
+        *(replace(_DIGITS_CONV, name=f"digits-conv-{kind}", kind=kind) for kind in CONV if kind != "selfnorm"),
         _MNIST_FC,
         replace(_MNIST_FC, name="mnist-fc-exact", paper="table 1: 947.6 ± 0.2 nats", kind="exact"),
+        replace(_MNIST_FC, name="mnist-fc-tracked", paper="", kind="tracked"),
+        replace(_MNIST_FC, name="mnist-fc-sketch", paper="", kind="sketch"),
+        replace(_MNIST_FC, name="mnist-fc-relative", paper="table 1: 1096.5 ± 0.5 nats", kind="relative"),
+        replace(_MNIST_FC, name="mnist-fc-lu", paper="", kind="lu"),
         _MNIST_CONV,
         replace(_MNIST_CONV, name="mnist-conv-exact", paper="table 1: 637.4 ± 0.2 nats", kind="exact"),
+        replace(_MNIST_CONV, name="mnist-conv-tracked", paper="", kind="tracked"),
+        replace(_MNIST_CONV, name="mnist-conv-emerging", paper="table 1: 645.7 ± 3.6 nats", kind="emerging"),
+        replace(_MNIST_CONV, name="mnist-conv-exp", paper="table 1: 638.1 ± 1.0 nats", kind="exp"),
         replace(
             _MNIST_CONV, name="mnist-conv-snf-asym", paper="section A.4: asymmetric kernels, no figure", inverse_kernel_size=7
         ),

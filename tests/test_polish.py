@@ -1,0 +1,165 @@
+"""Each polish against what it promises, on layers whose inverse has gone astray."""
+
+import copy
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from oracles import dense_matrix
+from selfnorm import SelfNormConv2d, SelfNormLinear, SingularWeightError
+from selfnorm.polish import POLISHES, expect_polish, polish_inverse
+
+D = 16
+
+
+def linear(error=0.02):
+    """W well conditioned, R off by `error` in every entry."""
+    layer = SelfNormLinear(D)
+    with torch.no_grad():
+        layer.weight.add_(0.1 * torch.randn(D, D))
+        layer.weight_inv.copy_(torch.linalg.inv(layer.weight) + error * torch.randn(D, D))
+    return layer
+
+
+def convolution(kernel_size=3, inverse_kernel_size=None, **options):
+    layer = SelfNormConv2d(2, kernel_size, inverse_kernel_size, **options)
+    with torch.no_grad():
+        layer.weight.add_(0.1 * torch.randn_like(layer.weight))
+        layer.weight_inv.add_(0.3 * torch.randn_like(layer.weight_inv))
+    layer.surrogate(torch.randn(1, 2, 6, 5))  # to know the size
+    return layer
+
+
+def error_of(layer):
+    return torch.eye(D) - layer.weight_inv.detach() @ layer.weight.detach()
+
+
+@pytest.mark.parametrize("method", POLISHES)
+def test_only_the_inverse_moves(method, device):
+    layer = linear().to(device)
+    weight, before = layer.weight.clone(), error_of(layer.cpu()).norm()
+    polish_inverse(layer.to(device), method)
+    assert torch.equal(layer.weight, weight)
+    assert error_of(layer.cpu()).norm() < before
+
+
+def test_newton_schulz_squares_the_error():
+    layer = linear()
+    before = error_of(layer)
+    polish_inverse(layer, "newton-schulz")
+    assert_close(error_of(layer), before @ before)
+
+
+def test_newton_schulz_works_in_groups():
+    layer = SelfNormConv2d(6, 1, groups=2)
+    with torch.no_grad():
+        layer.weight_inv.add_(0.05 * torch.randn_like(layer.weight_inv))
+    h = torch.randn(5, 6, 2, 2)
+    before = layer.reconstruction(h).mean()
+    for _ in range(4):
+        polish_inverse(layer, "newton-schulz")
+    assert layer.reconstruction(h).mean() < 1e-9 * before
+
+
+@pytest.mark.parametrize("make", [linear, lambda: convolution(1)], ids=["linear", "1x1"])
+def test_low_rank_mends_an_error_in_a_few_directions_at_once(make):
+    """An error like the one that long runs were seen to end with: huge, and in three directions."""
+    layer = make()
+    rows = layer.weight.shape[0]
+    W, few = layer.weight.detach().flatten(1), min(3, rows)
+    with torch.no_grad():
+        noise = torch.randn(rows, few) @ torch.diag(torch.tensor([60.0, 10.0, 2.0])[:few]) @ torch.randn(few, rows) / rows
+        layer.weight_inv.copy_((torch.linalg.inv(W) + noise).view_as(layer.weight_inv))
+    before = (torch.eye(rows) - layer.weight_inv.detach().flatten(1) @ W).norm()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        polish_inverse(layer, "low-rank", generator)
+    after = (torch.eye(rows) - layer.weight_inv.detach().flatten(1) @ W).norm()
+    assert before > 1 and after < 1e-3 * before
+
+
+def test_low_rank_mends_what_an_ill_conditioned_weight_let_drift():
+    """The error sits where W is smallest, as data that hardly varies there leaves it; D is far above what is mended at once."""
+    layer, rows = SelfNormLinear(200), 200
+    U, V = (torch.linalg.qr(torch.randn(rows, rows)).Q for _ in range(2))
+    with torch.no_grad():
+        layer.weight.copy_(U @ torch.diag(torch.logspace(0, -2, rows)) @ V)
+        noise = torch.randn(rows, 3) @ torch.diag(torch.tensor([60.0, 10.0, 2.0])) @ U[:, -3:].T
+        layer.weight_inv.copy_(torch.linalg.inv(layer.weight) + noise)
+        before = (torch.eye(rows) - layer.weight_inv @ layer.weight).norm()
+        polish_inverse(layer, "low-rank", torch.Generator().manual_seed(0))
+        after = (torch.eye(rows) - layer.weight_inv @ layer.weight).norm()
+    assert after < 0.1 * before
+
+
+def test_least_squares_of_a_matrix_is_its_inverse():
+    layer = linear(error=1.0)
+    polish_inverse(layer, "least-squares")
+    assert_close(layer.weight_inv @ layer.weight, torch.eye(D))
+
+
+def test_least_squares_of_a_kernel_is_best_away_from_the_border():
+    """No other kernel of its size has a smaller ‖r ⋆ w − δ‖."""
+    layer = convolution(3, 5)
+    polish_inverse(layer, "least-squares")
+
+    def distance(r):
+        twin = copy.deepcopy(layer)
+        with torch.no_grad():
+            twin.weight_inv.copy_(r)
+        impulse = torch.zeros(2, 2, 13, 13)
+        impulse[0, 0, 6, 6] = impulse[1, 1, 6, 6] = 1
+        return float(twin.reconstruction(impulse).detach().sum())
+
+    best = layer.weight_inv.detach().clone()
+    assert all(distance(best + 1e-3 * torch.randn_like(best)) > distance(best) for _ in range(20))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"inverse_kernel_size": 5}, {"groups": 2}, {"dilation": 2}, {"padding_mode": "circular"}, {"kernel_size": (1, 5)}],
+    ids=str,
+)
+def test_with_the_tap_mean_the_log_determinants_gradient_is_exact(options):
+    """Half of it, since R's side of the objective has the other half; the least-squares kernel comes near at best."""
+    layer = convolution(**options)
+    x = torch.randn(1, 2, 6, 5)
+
+    def gradient():
+        return torch.autograd.grad(layer.surrogate(x).log_det.sum(), layer.weight)[0]
+
+    T = dense_matrix(layer.weight, (6, 5), layer.geometry)
+    (exact,) = torch.autograd.grad(torch.linalg.slogdet(T).logabsdet, layer.weight)
+    polish_inverse(layer, "tap-mean")
+    assert_close(gradient(), exact / 2, rtol=1e-9, atol=1e-9)
+    if layer.geometry.padding_mode == "zeros":
+        polish_inverse(layer, "least-squares")
+        assert (gradient() - exact / 2).norm() > 1e-3 * exact.norm()
+
+
+def test_the_tap_mean_of_a_tap_that_no_pixel_uses():
+    layer = SelfNormConv2d(1, 5)
+    layer.surrogate(torch.randn(1, 1, 2, 2))
+    polish_inverse(layer, "tap-mean")
+    assert torch.isfinite(layer.weight_inv).all()
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="polish: expected one of newton-schulz, low-rank, least-squares, tap-mean, got 'shine'"):
+        expect_polish(linear(), "shine")
+    for method in ("newton-schulz", "low-rank"):
+        with pytest.raises(ValueError, match=rf"expected least-squares or tap-mean for SelfNormConv2d\(.*got {method}"):
+            expect_polish(convolution(), method)
+        expect_polish(convolution(1), method)
+    with pytest.raises(ValueError, match=r"SelfNormConv2d.*expected to know the image's size"):
+        polish_inverse(SelfNormConv2d(2, 3), "tap-mean")
+    large = SelfNormConv2d(2, 3)
+    large.example_shape = (2, 64, 64)
+    with pytest.raises(ValueError, match=r"expected images of at most 4096 dimensions.*got 2×64×64"):
+        polish_inverse(large, "tap-mean")
+    singular = linear()
+    with torch.no_grad():
+        singular.weight.zero_()
+    with pytest.raises(SingularWeightError, match="SelfNormLinear"):
+        polish_inverse(singular, "least-squares")
