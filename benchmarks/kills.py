@@ -105,7 +105,8 @@ def differences(killed: RunFolder, whole: RunFolder) -> tuple[int, list[str]]:
         # The log's length in bytes depends on how many digits the times have.
         timeless = [{k: v for k, v in c.progress.items() if k not in ("seconds", "log_length")} for c in (a, b)]
         found += [f"{one.name}: progress"] if timeless[0] != timeless[1] else []
-    logs = [[{k: v for k, v in line.items() if k != "seconds"} for line in folder.read_log()] for folder in (killed, whole)]
+    times = ("seconds", "step_seconds")
+    logs = [[{k: v for k, v in line.items() if k not in times} for line in folder.read_log()] for folder in (killed, whole)]
     return compared, found + (["metrics.jsonl"] if logs[0] != logs[1] else [])
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from selfnorm.cli import app
 
-VERBS = ("train", "fit", "eval", "sample", "score", "recipes", "doctor")
+VERBS = ("train", "compare", "fit", "eval", "sample", "score", "recipes", "doctor")
 SHORT = ("--set", "epochs=2", "--set", "validate_every=1", "--set", "test_samples=2")
 
 

@@ -34,7 +34,8 @@ def assert_same_runs(one, other):
         assert same(read(one / name), read(other / name)), name
     logs = [RunFolder(path).read_log() for path in (one, other)]
     for record in logs[0] + logs[1]:
-        record.pop("seconds", None)
+        for time in ("seconds", "step_seconds"):
+            record.pop(time, None)
     assert logs[0] == logs[1]
     results = [json.loads((path / "result.json").read_text()) for path in (one, other)]
     assert results[0]["test"] == results[1]["test"]

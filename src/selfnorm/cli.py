@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shlex
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,16 +31,32 @@ from selfnorm.command import (
     command,
     the_device,
 )
+from selfnorm.compare import check, plan
+from selfnorm.compare import compare as compare_runs
 from selfnorm.data import load_dataset
 from selfnorm.data.dataset import Dataset, is_image
-from selfnorm.display import ERR, OUT, print_comparison, print_health, print_json, print_result, showing, table, transfers
+from selfnorm.display import (
+    ERR,
+    OUT,
+    following,
+    print_compared,
+    print_comparison,
+    print_health,
+    print_json,
+    print_result,
+    print_table,
+    showing,
+    table,
+    transfers,
+)
 from selfnorm.files import replacing
 from selfnorm.health import examine, repair
 from selfnorm.recipe import Recipe, override, to_toml
 from selfnorm.recipes import DEFAULT, RECIPES, find_recipe, recipe_for
-from selfnorm.runs import Result, free_path, resume_run, start_run
+from selfnorm.runs import Result, dataset_of, free_path, resume_run, start_run
 from selfnorm.train.checkpoint import save
 from selfnorm.train.folder import RunFolder
+from selfnorm.train.stopping import StoppedError
 from selfnorm.trained import Trained, write_samples
 
 
@@ -95,6 +112,60 @@ def train(
     other = _train(exact, free_path(named.with_name(f"{named.name}-twin")), device, quiet, json)
     if not json:
         print_comparison(result, other)
+
+
+@command(
+    "compare",
+    "selfnorm compare digits-fc-snf digits-fc-exact --set epochs=200",
+    "selfnorm compare 'mnist-fc-*' --seeds 3 --data ~/data --run runs/mnist-fc",
+)
+def compare(
+    recipes: Annotated[list[str], typer.Argument(metavar="RECIPE", help="By name, or by a pattern such as 'digits-fc-*'.")],
+    settings: Settings = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Train each with so many seeds, from its own on.")] = 1,
+    run: Annotated[
+        Path | None, typer.Option("--run", metavar="DIR", help="The folder of all runs, new or to go on with; else a new one.")
+    ] = None,
+    data: DataDir = None,
+    device: Device = "auto",
+    quiet: Quiet = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Train several recipes on the same data, seeds and noise, each run in a process of its own, and compare them in one table:
+    exact test likelihood, time, memory, parameters, and how good and how fast their inverses are.
+
+    The folder also gets the table as comparison.json, every run as a line of comparison.csv, and the course of exact validation
+    as comparison.png. Stop it any time; the same command with `--run` goes on, and keeps what is finished. With `--json` each
+    record of training is a line that names its run's folder, and the last line, of kind comparison, has the table and all runs.
+    """
+    settings, folder, where = settings or [], run or free_path(Path("runs") / "compare"), the_device(device)
+    planned = plan(recipes, settings, folder, seeds=seeds, data_dir=_folder(data))
+    with transfers(quiet or json) as on_progress:
+        check(planned, dataset_of(planned[0].recipe, on_progress))
+    words = ["selfnorm", "compare", *recipes, *(word for setting in settings for word in ("--set", setting))]
+    words += ["--seeds", f"{seeds}"] if seeds > 1 else []
+    words += ["--data", f"{data}"] if data else []
+    words += ["--device", device] if device != "auto" else []
+    try:
+        compared = compare_runs(
+            planned,
+            command=shlex.join(words),
+            device=where,
+            watch=lambda each: following(each, quiet, json),
+            done=lambda each: None if quiet else print_compared(each, json),
+        )
+    except StoppedError as error:
+        error.args = (f"{error}, all saved; go on with: {shlex.join([*words, '--run', str(folder)])}",)
+        raise
+    files = compared.write(folder)
+    if json:
+        runs = [each.row() for each in compared.runs]
+        print_json({"kind": "comparison", "folder": str(folder), **compared.report(), "runs": runs})
+    else:
+        print_table(compared, files)
+    if compared.failures():
+        raise typer.Exit(3)
 
 
 @command(

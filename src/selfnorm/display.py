@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from selfnorm.comparison import Compared, Comparison, Planned
 from selfnorm.files import json_text
 from selfnorm.health import FlowHealth
 from selfnorm.recipe import Recipe
 from selfnorm.runs import Result
 from selfnorm.train.folder import RunFolder
+from selfnorm.train.loop import Report
 from selfnorm.train.stopping import DivergedError, StoppedError
 
 # Results go to stdout, all else to stderr, so that the former can be piped. No markup: a path may have brackets in it.
@@ -49,10 +51,14 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> 
 
 
 class TrainingDisplay:
-    """Shows a run's records as they come. Use it as the loop's `report`, inside `with`."""
+    """Shows a run's records as they come. Use it as the loop's `report`, inside `with`.
 
-    def __init__(self, recipe: Recipe, *, quiet: bool = False, as_json: bool = False) -> None:
+    name: what to call the run, if other than its recipe; one of several is named even where there is little room.
+    """
+
+    def __init__(self, recipe: Recipe, *, name: str | None = None, quiet: bool = False, as_json: bool = False) -> None:
         self.recipe, self.quiet, self.as_json = recipe, quiet, as_json
+        self.name, self._is_one_of_several = name or recipe.name, name is not None
         self._live: Progress | None = None
         self._task = TaskID(0)
         self._shown: dict[str, Any] = {"epoch": "0", "loss": "–", "nll": "–", "error": "–"}
@@ -61,12 +67,14 @@ class TrainingDisplay:
     def __enter__(self) -> TrainingDisplay:
         if not self.quiet and not self.as_json and ERR.is_terminal:
             wide = ERR.width >= 110
-            columns = [TextColumn("[bold]{task.description}[/]"), BarColumn(bar_width=20)] if wide else []
+            columns: list[ProgressColumn] = []
+            columns += [TextColumn("[bold]{task.description}[/]")] if wide or self._is_one_of_several else []
+            columns += [BarColumn(bar_width=20)] if wide else []
             line = "epoch {task.fields[epoch]}  exact NLL {task.fields[nll]}"
             if ERR.width >= 75:
                 line += "  loss {task.fields[loss]}  recon {task.fields[error]}"
             self._live = Progress(*columns, TextColumn(line), TimeRemainingColumn(), TextColumn("left"), console=ERR)
-            self._task = self._live.add_task(self.recipe.name, total=None, **self._shown)
+            self._task = self._live.add_task(self.name, total=None, **self._shown)
             self._live.start()
         return self
 
@@ -98,8 +106,8 @@ class TrainingDisplay:
         elif kind == "validation" and time.monotonic() - self._line_at > 5:
             self._line_at = time.monotonic()
             epoch, loss, nll, error = self._shown.values()
-            name, seconds = self.recipe.name, record["seconds"]
-            ERR.print(f"{name}: epoch {epoch}, loss {loss}, exact NLL {nll}, reconstruction error {error}, {seconds:.0f} s")
+            seconds = record["seconds"]
+            ERR.print(f"{self.name}: epoch {epoch}, loss {loss}, exact NLL {nll}, reconstruction error {error}, {seconds:.0f} s")
 
 
 @contextmanager
@@ -140,7 +148,10 @@ def print_result(folder: Path, result: Result, as_json: bool) -> None:
     if as_json:
         return  # it came as the last record
     OUT.print(Text.assemble((result.recipe, "bold"), f": test NLL {result.test}"))
-    OUT.print(f"  {result.epochs} epochs in {result.seconds:.0f} s, best at epoch {result.best_epoch} by exact validation NLL")
+    cost = f"{result.epochs} epochs in {result.seconds:.0f} s"
+    cost += "" if result.step_seconds is None else f", {_short(1e3 * result.step_seconds)} ms a step"
+    cost += "" if result.peak_memory is None else f", {result.peak_memory:.0f} MiB"
+    OUT.print(f"  {cost}; best at epoch {result.best_epoch} by exact validation NLL")
     files = RunFolder(folder)
     for what, path in (("samples", files.samples), ("curves", files.curves), ("checkpoint", files.best)):
         OUT.print(f"  {what:<10} {path}")
@@ -153,6 +164,69 @@ def print_comparison(result: Result, twin: Result) -> None:
     ]
     OUT.print(table("Exact test NLL", ("", "nats", "seconds"), rows))
     OUT.print(f"difference {result.test.nll - twin.test.nll:+.2f} nats")
+
+
+@contextmanager
+def following(run: Planned, quiet: bool, as_json: bool) -> Iterator[Report]:
+    """A display for one run of several, which trains in another process."""
+    if as_json:
+        yield lambda record: print_json({"run": str(run.path), **record})
+        return
+    with TrainingDisplay(run.recipe, name=f"{run.place} {run.name}", quiet=quiet) as display:
+
+        def show(record: dict[str, Any]) -> None:
+            display(record)
+            if record["kind"] == "epoch":  # the other process tells of no steps
+                total = record["step"] // record["epoch"] * run.recipe.epochs
+                display({"kind": "step", "step": record["step"], "total": total})
+
+        yield show
+
+
+def print_compared(run: Compared, as_json: bool) -> None:
+    """A run of several, when it is done."""
+    planned = run.planned
+    if not as_json:
+        ERR.print(f"{planned.place} {planned.name}: {run.failure or (run.result and f'test NLL {run.result.test}')}")
+    elif run.failure:
+        print_json({"run": str(planned.path), "kind": "failure", "diverged": run.diverged, "reason": run.failure})
+
+
+def print_table(comparison: Comparison, files: Iterable[Path]) -> None:
+    """All runs in one table, and where it is written."""
+    columns = ("", "test NLL", "ms/step", "total", "peak memory", "parameters", "inverse error", "ms/sample")
+    rows = [
+        (
+            f"{row.recipe} ({row.note})" if row.note else row.recipe,
+            _with_error(row.nll, row.standard_error),
+            _short(row.step_ms),
+            "–" if row.seconds is None else f"{row.seconds:.0f} s",
+            "–" if row.peak_memory is None else f"{row.peak_memory:.0f} MiB",
+            "–" if row.parameters is None else f"{row.parameters:,.0f}",
+            "–" if row.inverse_error is None else f"{row.inverse_error:.1e}",
+            _short(row.sample_ms),
+        )
+        for row in comparison.rows()
+    ]
+    OUT.print(table(comparison.title, columns, rows))
+    OUT.print(comparison.about)
+    for failure in comparison.failures():
+        OUT.print(failure)
+    for path in files:
+        OUT.print(f"  {path}")
+
+
+def _with_error(value: float | None, error: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.2f}" + (f" ± {error:.2f}" if error is not None and math.isfinite(error) else "")
+
+
+def _short(value: float | None) -> str:
+    """Three digits, more only if they stand before the point."""
+    if value is None:
+        return "–"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def print_health(health: FlowHealth, as_json: bool) -> None:
@@ -185,7 +259,7 @@ def print_health(health: FlowHealth, as_json: bool) -> None:
         )
         for layer in health.layers
     ]
-    OUT.print(table("Learned inverses", columns, rows) if rows else "No layer learns its inverse.")
+    OUT.print(table("Kept inverses", columns, rows) if rows else "No layer keeps an inverse.")
     trips = ", ".join(f"{inverse} {error:.1e}" for inverse, error in health.round_trip.items())
     OUT.print(f"round trip of prior samples, ‖f(g(z)) − z‖/‖z‖: {trips}")
     for note in health.notes:

@@ -30,6 +30,10 @@ from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
 STARTS = 8
 
 
+class InfiniteVarianceError(ValueError):
+    """A debiased gradient was asked of a learned inverse that is too far off."""
+
+
 def draw_terms(probes: int, keep: float, generator: torch.Generator | None = None) -> list[int]:
     """N for each probe, P(N ≥ k) = qᵏ with q = keep, from a CPU generator: it is the host that asks for N products.
 
@@ -114,7 +118,7 @@ def expect_finite_variance(layer: SelfNormLinear | SelfNormConv2d, radius: float
     else:  # or NaN
         what = "at which the series does not converge, so that no keep makes the gradient unbiased"
         advice = nearer
-    raise ValueError(
+    raise InfiniteVarianceError(
         f"{describe(layer)}: expected ρ(I − RW)² below keep = {keep:.3g}, got ρ(I − RW) = {radius:.3g}, {what}; {advice}"
     )
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
+import statistics
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,6 +20,7 @@ from selfnorm.data.files import Progress as OnProgress
 from selfnorm.evaluate import Likelihood, evaluating, likelihood, reference_scores
 from selfnorm.files import json_text, replacing, write_text
 from selfnorm.flow import Flow
+from selfnorm.memory import PeakMemory
 from selfnorm.recipe import Recipe
 from selfnorm.report import figures
 from selfnorm.report.provenance import provenance
@@ -36,8 +40,24 @@ class Result:
     best_epoch: int
     epochs: int  # actually run
     seconds: float
+    step_seconds: float | None  # of one training step: the median over epochs; None without a log
+    # MiB; see `PeakMemory`. From the building of the trainer to the end of training, and of a resumed run that of its last part,
+    # or of an earlier end if that was higher. None where it cannot be known.
+    peak_memory: float | None
+    parameters: int  # trainable numbers in the flow
     rollbacks: int
     provenance: dict[str, str | None]
+
+    @classmethod
+    def read(cls, path: Path) -> Result:
+        """As a run left it in its folder."""
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            test = stored["test"]
+            infinite = {"standard_error": math.inf} if test["standard_error"] is None else {}  # for which JSON has no word
+            return cls(**{**stored, "test": Likelihood(**{**test, **infinite})})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: expected a run's result, got a missing, damaged or older file ({error})") from None
 
 
 def start_run(
@@ -51,15 +71,14 @@ def start_run(
 ) -> Result:
     """Train a recipe into a new folder. `save_every`: seconds between checkpoints."""
     folder = RunFolder(path)
-    own = Path(recipe.data).expanduser()
-    if recipe.data not in NAMES and own.exists():
-        recipe = replace(recipe, data=str(own.resolve()))  # to be found again from elsewhere
-    dataset = _dataset(recipe, on_progress)
+    recipe = settled(recipe)
+    dataset = dataset_of(recipe, on_progress)
+    memory = PeakMemory(device)
     trainer = Trainer(recipe, dataset, device=device, folder=folder, report=report, save_every=save_every)
     trainer.start()
     folder.create(recipe)
     with folder.locked():
-        return _finish(trainer, folder, report)
+        return _finish(trainer, folder, report, memory)
 
 
 def resume_run(
@@ -81,7 +100,8 @@ def resume_run(
             f"{folder.last}: expected the checkpoint to go on from, got none; {folder.best.name} alone can be used, not resumed"
         )
     recipe = replace(stored, data_dir=data_dir or stored.data_dir, on_divergence=on_divergence or stored.on_divergence)
-    dataset = _dataset(recipe, on_progress)
+    dataset = dataset_of(recipe, on_progress)
+    memory = PeakMemory(device)
     trainer = Trainer(recipe, dataset, device=device, folder=folder, report=report, save_every=save_every)
     with folder.locked():
         folder.sweep()
@@ -93,7 +113,7 @@ def resume_run(
         else:  # stopped before its first checkpoint
             trainer.start()
             folder.rewind_log(0)
-        return _finish(trainer, folder, report)
+        return _finish(trainer, folder, report, memory)
 
 
 def _expect_same(checkpoint: Checkpoint, recipe: Recipe, dataset: Dataset) -> None:
@@ -112,12 +132,20 @@ def free_path(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _dataset(recipe: Recipe, on_progress: OnProgress | None = None) -> Dataset:
+def settled(recipe: Recipe) -> Recipe:
+    """The recipe as its folder has it: the user's own data by an absolute path, to be found again from elsewhere."""
+    own = Path(recipe.data).expanduser()
+    return replace(recipe, data=str(own.resolve())) if recipe.data not in NAMES and own.exists() else recipe
+
+
+def dataset_of(recipe: Recipe, on_progress: OnProgress | None = None) -> Dataset:
+    """The data that a recipe names."""
     return load_dataset(recipe.data, recipe.data_dir, levels=recipe.levels, on_progress=on_progress)
 
 
-def _finish(trainer: Trainer, folder: RunFolder, report: Report | None) -> Result:
+def _finish(trainer: Trainer, folder: RunFolder, report: Report | None, memory: PeakMemory) -> Result:
     best = trainer.run()
+    peaks = [memory.mebibytes(), _earlier_peak(folder)]
     recipe, dataset, device = trainer.recipe, trainer.dataset, trainer.device
     flow = best.flow().to(device)
     size, seed = recipe.eval_batch_size, recipe.seed
@@ -129,24 +157,41 @@ def _finish(trainer: Trainer, folder: RunFolder, report: Report | None) -> Resul
         scores = reference_scores(flow, trainer.train, size, seed, watch=stop.check)
         with replacing(folder.scores) as temporary:
             np.save(temporary, scores.numpy())
+        records = folder.read_log()
         result = Result(
-            recipe.name,
-            test,
-            progress.best_nll,
-            progress.best_step // trainer.batches.steps_per_epoch,
-            trainer.epoch,
-            progress.seconds,
-            progress.rollbacks,
-            provenance(device),
+            recipe=recipe.name,
+            test=test,
+            validation_nll=progress.best_nll,
+            best_epoch=progress.best_step // trainer.batches.steps_per_epoch,
+            epochs=trainer.epoch,
+            seconds=progress.seconds,
+            step_seconds=_step_seconds(records),
+            peak_memory=max((peak for peak in peaks if peak is not None), default=None),
+            parameters=sum(parameter.numel() for parameter in trainer.flow.parameters() if parameter.requires_grad),
+            rollbacks=progress.rollbacks,
+            provenance=provenance(device),
         )
         write_text(folder.result, json_text(asdict(result), indent=2) + "\n")
         # Last, since what can go wrong with a picture must not cost the figures.
-        if records := folder.read_log():
+        if records:
             figures.curves(folder.curves, records, flow.reconstruction_names)
         draw_samples(folder.samples, flow, trainer.train, dataset.columns)
     if report:
         report({"kind": "result", "folder": str(folder.path), **asdict(result)})
     return result
+
+
+def _step_seconds(records: list[dict[str, Any]]) -> float | None:
+    times = [record["step_seconds"] for record in records if isinstance(record.get("step_seconds"), float)]
+    return statistics.median(times) if times else None
+
+
+def _earlier_peak(folder: RunFolder) -> float | None:
+    """Of a run that had ended before it was resumed, and so may not have trained again."""
+    try:
+        return Result.read(folder.result).peak_memory
+    except ValueError:
+        return None
 
 
 def draw_samples(path: Path, flow: Flow, train: Examples, columns: tuple[str, ...]) -> None:

@@ -156,6 +156,54 @@ def curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Sequen
     write(path, png(rendered(figure)))
 
 
+def courses(path: str | Path, lines: Mapping[str, Sequence[Sequence[tuple[float, float | None]]]]) -> None:
+    """Exact validation NLL against seconds of training: by label one or several runs, each as (seconds, NLL), in one colour.
+
+    The axis leaves out each run's wild start, and time is logarithmic if the runs took very different times.
+    """
+    figure = new_figure(8.2, 4.2)
+    ax = figure.add_subplot()
+    drawn = []
+    for index, (label, runs) in enumerate(lines.items()):
+        for number, run in enumerate(runs):
+            seconds, nll = np.array([(at, math.nan if value is None else value) for at, value in run], dtype=float).T
+            drawn.append((seconds, nll))
+            ax.plot(
+                seconds,
+                nll,
+                label=None if number else label,
+                color=f"C{index % 10}",
+                linestyle=("-", "--", ":")[index // 10 % 3],
+                linewidth=1.4 if len(runs) == 1 else 0.9,
+                marker="." if len(run) <= 60 else None,
+                markersize=4,
+            )
+    ends, top = [seconds[-1] for seconds, _ in drawn], _common_axis(ax, [nll for _, nll in drawn])
+    if min(ends) > 0 and max(ends) > 5 * min(ends):
+        seen = [seconds[(nll <= top) & (seconds > 0)] for seconds, nll in drawn]
+        ax.set(xscale="log", xlim=(0.7 * min((times[0] for times in seen if len(times)), default=min(ends)), 1.3 * max(ends)))
+    else:
+        ax.set_xlim(left=0)
+    ax.set(title="exact validation NLL", xlabel="seconds of training", ylabel="nats")
+    ax.grid(color="0.9")
+    ax.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    write(path, png(rendered(figure)))
+
+
+def _common_axis(ax: Axes, courses: Sequence[Array]) -> float:
+    """Limits by what follows the first fifth of each course, without letting one bad course flatten the others; the upper one."""
+    finite = [values for course in courses if len(values := course[np.isfinite(course)])]
+    if not finite:
+        return math.inf
+    low = min(float(values.min()) for values in finite)
+    highs = sorted(float(values[len(values) // 5 :].max()) for values in finite)
+    high = min(highs[-1], low + 2 * (highs[(len(highs) - 1) // 2] - low))
+    span = high - low or 0.01 * abs(low) or 1.0
+    ax.set_ylim(low - 0.06 * span, high + 0.1 * span)
+    return high + 0.1 * span
+
+
 def _series(records: Sequence[Mapping[str, Any]], key: str) -> Array:
     """A number from each record; NaN, which is not drawn, where one has none."""
     return np.array([math.nan if record.get(key) is None else record[key] for record in records], dtype=float)

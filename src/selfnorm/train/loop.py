@@ -14,6 +14,9 @@ from selfnorm.data.batches import Examples, TrainingBatches
 from selfnorm.data.dataset import Dataset, fingerprint
 from selfnorm.evaluate import Likelihood, likelihood
 from selfnorm.flow import Flow
+from selfnorm.inverses import SingularWeightError
+from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
+from selfnorm.neumann import InfiniteVarianceError
 from selfnorm.recipe import Recipe
 from selfnorm.recipes import build_flow, build_loss
 from selfnorm.train.checkpoint import Checkpoint, cloned, optimizer_tensors, read, restore_optimizer, save
@@ -53,6 +56,7 @@ class Trainer:
         self.total = self.batches.steps_per_epoch * recipe.epochs
         self.loss = build_loss(recipe, build_flow(recipe, dataset.shape, dataset.levels)).to(self.device)
         self._fingerprint = fingerprint(dataset)
+        self._tracked = [module for module in self.loss.modules() if isinstance(module, TrackedLinear | TrackedConv2d)]
         self._names = [name for name, _ in self.loss.named_parameters()]
         self.optimizer = adam(self.loss)
         self.progress = Progress()
@@ -60,6 +64,7 @@ class Trainer:
         self._step: Step = self._make_step()
         self._saved_at = self._clock = time.monotonic()
         self._told_at = 0.0  # so that the first step is told at once
+        self._epoch_at: float | None = None  # when the epoch's first step began; None in an epoch that was entered in its middle
         self._best: Checkpoint | None = None  # of the best validation; None until it is read from the folder
         self._best_on_disk: Checkpoint | None = None
         self._good: Checkpoint | None = None  # of the last validation that was not far above the best
@@ -157,7 +162,13 @@ class Trainer:
                 recipe.warmup_epochs,
                 recipe.decay,
             )
-            metrics = self._step(epoch, index, rate)
+            if index == 0:
+                self._epoch_at = time.monotonic()
+            try:
+                metrics = self._step(epoch, index, rate)
+            except (SingularWeightError, InfiniteVarianceError) as error:  # from what looks at weights after the step
+                self._diverge(f"at epoch {epoch + 1}, step {index + 1}: {error}")
+                continue
             self._surrogate += metrics.surrogate
             self._reconstruction += metrics.reconstruction
             progress.step += 1
@@ -179,8 +190,19 @@ class Trainer:
     def _end_epoch(self, epoch: int, rate: float) -> None:
         steps = self.batches.steps_per_epoch
         surrogate, reconstruction = self._surrogate.item() / steps, (self._reconstruction / steps).tolist()
+        # After the reads above, which wait for the device.
+        step_seconds = None if self._epoch_at is None else (time.monotonic() - self._epoch_at) / steps
         weight = self.loss.penalty.weight.tolist()
-        self._log("epoch", epoch=epoch, surrogate=surrogate, reconstruction=reconstruction, weight=weight, learning_rate=rate)
+        self._log(
+            "epoch",
+            epoch=epoch,
+            surrogate=surrogate,
+            reconstruction=reconstruction,
+            weight=weight,
+            learning_rate=rate,
+            step_seconds=step_seconds,
+            **({"fallbacks": sum(int(layer.fallbacks) for layer in self._tracked)} if self._tracked else {}),
+        )
         self._start_sums()
 
     def _validate(self, stop: StopRequests) -> None:
@@ -290,6 +312,7 @@ class Trainer:
         except (TypeError, KeyError, ValueError, RuntimeError) as error:
             raise ValueError(f"{self.recipe.name}: expected the checkpoint of such a run, got another ({error})") from None
         self.progress.__dict__.update(progress.__dict__)
+        self._epoch_at = None
         self._step = self._make_step()
 
 
