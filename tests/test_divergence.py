@@ -203,3 +203,34 @@ def test_after_a_resume_the_last_good_checkpoint_is_one_that_was_validated(tmp_p
         resume_run(tmp_path)
     last = read(tmp_path / "last.safetensors").progress
     assert last["step"] == last["validated"] == last["best_step"]
+
+
+def test_a_weight_that_turns_singular_under_its_tracker_ends_the_run_by_name(tmp_path):
+    trainer = Trainer(digits(*SMALL, "kind=tracked"), load_dataset("digits"), folder=RunFolder(tmp_path / "run"))
+    trainer.start()
+    trainer.folder.create(trainer.recipe)
+    follow, calls = trainer.loss.after_step, []
+
+    def after_step(metrics, *, generator):
+        calls.append(1)
+        if len(calls) == 6:
+            trainer.flow.bijection[6].weight.data.fill_(1.0)
+        follow(metrics, generator=generator)
+
+    trainer.loss.after_step = after_step
+    with pytest.raises(DivergedError, match=r"epoch 1, step 6: layer 6: TrackedLinear\(64.*expected an invertible weight"):
+        trainer.run()
+    assert len(read(tmp_path / "run" / "last.safetensors").tensors["loss.flow.bijection.6.weight"].unique()) > 1
+
+
+def test_debiasing_that_has_no_finite_variance_ends_the_run_by_name():
+    trainer = begun(Trainer(digits(*SMALL, "debias=2", "debias_keep=1e-9"), load_dataset("digits")))
+    with pytest.raises(DivergedError, match=r"epoch 1, step 1: layer 4: SelfNormLinear\(64.*infinite variance; .*polishing"):
+        trainer.run()
+
+
+def test_fallbacks_are_logged(tmp_path):
+    with pytest.warns(RuntimeWarning, match=r"factorised anew.*\.fallbacks"):
+        start_run(digits(*SMALL, "kind=tracked", "learning_rate=0.3", "warmup_epochs=0"), tmp_path / "run")
+    counts = [record["fallbacks"] for record in RunFolder(tmp_path / "run").read_log() if record["kind"] == "epoch"]
+    assert len(counts) == 6 and 0 < counts[0] <= counts[-1]

@@ -68,8 +68,15 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not():
 
 @pytest.mark.parametrize(
     "settings",
-    [(), ("penalty=geco", "weight=100"), ("penalty=mdmm", "weight=100", "probes=3")],
-    ids=["fixed", "geco", "mdmm with probes"],
+    [
+        (),
+        ("penalty=geco", "weight=100"),
+        ("penalty=mdmm", "weight=100", "probes=3"),
+        ("polish=low-rank", "polish_every=5", "debias=2", "symmetric=true"),
+        ("kind=tracked",),
+        ("kind=sketch", "learning_rate=1e-4"),
+    ],
+    ids=["fixed", "geco", "mdmm with probes", "held", "tracked", "sketch"],
 )
 @pytest.mark.parametrize("stop_at", [1, 12, 31], ids=["first step", "end of an epoch", "mid-epoch"])
 def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, monkeypatch, settings, stop_at):

@@ -18,8 +18,8 @@ from selfnorm.layers.linear import in_full_precision, odd_kernel
 
 Mask = Literal["quadrant", "raster"]
 PLAIN = Geometry()
-# Images whose rows hold at most so many values, C·W, are solved for by rows, others by fronts. On one CPU core rows take 0.3 to
-# 0.9 of the fronts' time up to there, with few exceptions, and beyond it more at batch 100: see benchmarks/emerging.py.
+# Images whose rows hold at most so many values, C·W, are solved for by rows, others by fronts. On one CPU core rows take 0.35
+# to 1 of the fronts' time up to there (1.3 for 1×64×64 at batch 100), and 1.1 to 1.6 of it at batch 100 from 96 values on.
 ROW = 64
 
 
@@ -223,7 +223,7 @@ def solve_by_fronts(z: Tensor, w: Tensor, mask: Mask) -> Tensor:
 def _fronts(
     size: tuple[int, int], kernel_size: tuple[int, int], mask: Mask
 ) -> tuple[Tensor, list[int], Tensor, tuple[Tensor, Tensor]]:
-    """The pixels in the order they are solved for, the fronts' sizes, which earlier one (taps, pixels) reads, and the taps."""
+    """The pixels in order of solution, the fronts' sizes, the places in that order that they read (taps, pixels), the taps."""
     rows, columns = kernel_size[0] // 2, kernel_size[1] // 2
     after = autoregressive_taps(1, kernel_size, mask)[0, 0]
     after[rows, columns] = False
