@@ -12,7 +12,7 @@ test: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n auto --maxprocesses 4 --dist worksteal
 
 # The tests that need an accelerator, on a machine that has one.
 gpu-test: .venv/ready
@@ -20,7 +20,7 @@ gpu-test: .venv/ready
 	$(BIN)/pytest -q -m gpu
 
 bench: .venv/ready
-	for script in layers digits_twins kills loop_overhead memory; do $(BIN)/python benchmarks/$$script.py || exit 1; done
+	for script in layers emerging debiasing digits_twins drift kills loop_overhead memory; do $(BIN)/python benchmarks/$$script.py || exit 1; done
 
 # RESULTS.md, from results/.
 results: .venv/ready

@@ -1,5 +1,8 @@
 """Tests run in float64, from a fixed seed, on the CPU and on whatever accelerator is present."""
 
+import warnings
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -45,6 +48,23 @@ def factorisations(monkeypatch):
 
         monkeypatch.setattr(torch.linalg, name, counted)
     return calls
+
+
+@pytest.fixture
+def never_waiting():
+    """A context in which waiting for the device is an error."""
+
+    @contextmanager
+    def context():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch calls this a prototype, once
+                torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return context
 
 
 @pytest.fixture(scope="session")

@@ -21,17 +21,20 @@ from selfnorm import (
     Split,
     Squeeze,
 )
-from selfnorm.models import conv_flow, fc_flow, glow
+from selfnorm.models import CONV, LINEAR, MIX, conv_flow, fc_flow, glow
 
 BUILDERS = {
     "fc": lambda kind: (fc_flow((1, 4, 4), linear=kind, levels=256), 256 * torch.rand(5, 1, 4, 4)),
-    "conv": lambda kind: (conv_flow((1, 8, 4), conv=kind, levels=256), 256 * torch.rand(5, 1, 8, 4)),
+    "conv": lambda kind: (conv_flow((1, 8, 4), 2, 2, conv=kind, levels=256), 256 * torch.rand(5, 1, 8, 4)),
     "glow": lambda kind: (glow((1, 8, 4), steps=2, hidden=8, mix=kind, levels=256), 256 * torch.rand(5, 1, 8, 4)),
     "glow-3x3": lambda kind: (glow((1, 8, 4), steps=1, hidden=8, mix=kind, mix_kernel_size=3), torch.randn(5, 1, 8, 4)),
 }
 
 
-@pytest.fixture(params=[(name, kind) for name in BUILDERS for kind in ("selfnorm", "exact")], ids="-".join)
+KINDS = {"fc": LINEAR, "conv": CONV, "glow": MIX, "glow-3x3": ("selfnorm", "exact")}
+
+
+@pytest.fixture(params=[(name, kind) for name, kinds in KINDS.items() for kind in kinds], ids="-".join)
 def flow_and_x(request, device):
     name, kind = request.param
     flow, x = BUILDERS[name](kind)
@@ -77,25 +80,28 @@ def test_a_surrogate_step_never_waits_on_the_device(flow_and_x):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_a_surrogate_step_never_synchronises_with_cuda(flow_and_x):
+def test_a_surrogate_step_never_synchronises_with_cuda(flow_and_x, never_waiting):
     flow, x = flow_and_x
     if x.device.type != "cuda":
         pytest.skip("CUDA")
     loss_of(flow, x).backward()  # libraries set themselves up at the first call
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with never_waiting():
         loss_of(flow, x).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", BUILDERS)
-def test_a_training_step_can_be_captured_as_one_cuda_graph(name, device):
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, "selfnorm") for name in BUILDERS),
+        *(("fc", kind) for kind in ("tracked", "sketch", "relative", "lu")),
+        *((name, "tracked") for name in ("conv", "glow")),
+    ],
+)
+def test_a_training_step_can_be_captured_as_one_cuda_graph(name, kind, device):
     if device.type != "cuda":
         pytest.skip("CUDA")
-    flow, x = BUILDERS[name]("selfnorm")
+    flow, x = BUILDERS[name](kind)
     flow, x = flow.to(device), x.to(device)
     flow.initialize(x)
     side = torch.cuda.Stream()

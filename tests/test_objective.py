@@ -202,20 +202,17 @@ def test_nonsense_is_refused(make, words):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_the_objective_never_waits_on_the_device():
+def test_the_objective_never_waits_on_the_device(never_waiting):
     device = torch.accelerator.current_accelerator()
     x = torch.randn(4, 1, 8, 8, device=device)
     for penalty in (Fixed(3.0), GECO(), MDMM()):
         loss = Loss(glow((1, 8, 8), steps=2, hidden=4), penalty, probes=2).to(device)
         generator = torch.Generator(device).manual_seed(0)
         loss(x, generator=generator)[0].backward()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with never_waiting():
             value, metrics = loss(x, generator=generator)
             value.backward()
             loss.after_step(metrics)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("make", [lambda: SelfNormLinear(5), lambda: SelfNormConv2d(1, 3, 5)], ids=["linear", "conv"])

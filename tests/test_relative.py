@@ -101,7 +101,7 @@ def test_trains(device):
     x = (torch.randn(500, 3) @ torch.randn(3, 3) + 2).to(device)
     flow = fc_flow(3, linear="relative").to(device)
     optimizer = torch.optim.Adam(flow.parameters(), lr=1e-2)
-    loss = Loss(flow)
+    loss = Loss(flow).to(device)
     first = -flow.log_prob(x).mean().item()
     for _ in range(300):
         value, metrics = loss(x)
