@@ -25,9 +25,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "data alone, as in the paper": (),
     "8 white-noise probes": ("probes=8",),
     "symmetric reconstruction": ("symmetric=true",),
-    "Newton–Schulz every 100 steps": ("polish=newton-schulz",),
-    "low-rank polish every 100 steps": ("polish=low-rank",),
-    "W⁻¹ every 1000 steps": ("polish=least-squares", "polish_every=1000"),
+    # Primes, so that no look falls on the step after which R was polished.
+    "Newton–Schulz every 97 steps": ("polish=newton-schulz", "polish_every=97"),
+    "low-rank polish every 97 steps": ("polish=low-rank", "polish_every=97"),
+    "W⁻¹ every 997 steps": ("polish=least-squares", "polish_every=997"),
     "GECO": ("penalty=geco", "weight=1e4"),
     "standardisation, λ = 5": ("standardize=true", "weight=5"),
     "tracked by Newton–Schulz": ("kind=tracked",),
