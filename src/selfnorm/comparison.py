@@ -115,7 +115,9 @@ class Comparison:
     def title(self) -> str:
         data = self.runs[0].planned.recipe.data
         names = len({run.planned.recipe.name for run in self.runs})
-        return f"{names} recipe{'s' * (names > 1)} on {Path(data).name}"
+        models = {run.planned.recipe.model for run in self.runs}
+        model = f"{models.pop()} " if len(models) == 1 else ""
+        return f"{names} {model}recipe{'s' * (names > 1)} on {Path(data).name}"
 
     @property
     def about(self) -> str:
