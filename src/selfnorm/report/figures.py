@@ -159,25 +159,30 @@ def curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Sequen
 def courses(path: str | Path, lines: Mapping[str, Sequence[Sequence[tuple[float, float | None]]]]) -> None:
     """Exact validation NLL against seconds of training: by label one or several runs, each as (seconds, NLL), in one colour.
 
-    The axis leaves out each run's wild start, and time is logarithmic if the runs took very different times.
+    Of several runs the mean is drawn, as far as all of them go, and each of them faintly behind it. The axis leaves out each
+    run's wild start, and time is logarithmic if the runs took very different times.
     """
     figure = new_figure(8.2, 4.2)
     ax = figure.add_subplot()
     drawn = []
     for index, (label, runs) in enumerate(lines.items()):
-        for number, run in enumerate(runs):
-            seconds, nll = np.array([(at, math.nan if value is None else value) for at, value in run], dtype=float).T
-            drawn.append((seconds, nll))
-            ax.plot(
-                seconds,
-                nll,
-                label=None if number else label,
-                color=f"C{index % 10}",
-                linestyle=("-", "--", ":")[index // 10 % 3],
-                linewidth=1.4 if len(runs) == 1 else 0.9,
-                marker="." if len(run) <= 60 else None,
-                markersize=4,
-            )
+        color, linestyle = f"C{index % 10}", ("-", "--", ":")[index // 10 % 3]
+        arrays = [np.array([(at, math.nan if value is None else value) for at, value in run], dtype=float).T for run in runs]
+        drawn += [(seconds, nll) for seconds, nll in arrays]
+        shared = min(array.shape[1] for array in arrays)
+        mean = np.mean([array[:, :shared] for array in arrays], axis=0)
+        ax.plot(
+            *mean,
+            label=label,
+            color=color,
+            linestyle=linestyle,
+            linewidth=1.4,
+            marker="." if shared <= 60 else None,
+            markersize=4,
+        )
+        if len(arrays) > 1:
+            for array in arrays:
+                ax.plot(*array, color=color, linestyle=linestyle, linewidth=0.6, alpha=0.3)
     ends, top = [seconds[-1] for seconds, _ in drawn], _common_axis(ax, [nll for _, nll in drawn])
     if min(ends) > 0 and max(ends) > 5 * min(ends):
         seen = [seconds[(nll <= top) & (seconds > 0)] for seconds, nll in drawn]
