@@ -1,8 +1,8 @@
-"""How good the inverses are that a flow keeps, learned or tracked: layer by layer against the exact answer, and end to end; and how to mend them.
+"""How good the inverses are that a flow keeps, learned or tracked: layer by layer, and end to end; and how to mend them.
 
-Training watches a learned R only through the reconstruction of the data. Where the data has no variance R may drift unseen, so each layer
-is also measured in all directions (`distance`, `noise_reconstruction`), and by what it is for, the gradient it gives (`angle`,
-`log_det_angle`).
+Training watches a learned R only through the reconstruction of the data. Where the data has no variance R may drift unseen, so
+each layer is also measured in all directions (`distance`, `noise_reconstruction`), and by what it is for, the gradient it gives
+(`angle`, `log_det_angle`).
 """
 
 from __future__ import annotations
