@@ -2,8 +2,8 @@
 
     python benchmarks/drift.py [--epochs 8000] [--workers 2] [--only NAME …] [--json results/drift-cpu.json]
 
-The setting is the paper's for MNIST, carried over to digits: λ = 1, no standardisation, no decay of the learning rate. What is shown
-is the worst layer's ‖RW − I‖_F/√D, as `selfnorm doctor` measures it. About 2 minutes a run, `--workers` runs at a time.
+The setting is the paper's for MNIST, carried over to digits: λ = 1, no standardisation, no decay of the learning rate. What is
+shown is the worst layer's ‖RW − I‖_F/√D, as `selfnorm doctor` measures it. About 2 minutes a run, `--workers` runs at a time.
 """
 
 from __future__ import annotations
