@@ -35,6 +35,7 @@ _DIGITS_CONV = replace(
     blocks=2,
     layers_per_block=2,
     kernel_size=3,
+    weight=1.0,
     epochs=100,
     validate_every=10,
 )
