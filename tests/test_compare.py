@@ -1,12 +1,14 @@
 """Comparisons: the same data for all, one table that agrees with the runs, going on, and runs that fail."""
 
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,13 +18,13 @@ import torch
 from PIL import Image
 
 from commandline import SHORT, fails, invoke, ok, read_csv
-from selfnorm.compare import _reason, plan
+from selfnorm.compare import _reason, _with_nan, plan
 from selfnorm.comparison import Compared, Comparison
 from selfnorm.evaluate import Likelihood
 from selfnorm.memory import PeakMemory
 from selfnorm.report import canvas, figures
 from selfnorm.report.results import build
-from selfnorm.runs import Result
+from selfnorm.runs import Result, _step_seconds
 from selfnorm.train.checkpoint import read
 from selfnorm.train.folder import RunFolder
 from small_runs import started
@@ -86,7 +88,8 @@ def test_a_comparison_can_be_put_among_the_results(compared, tmp_path):
 
 def test_several_seeds_are_a_mean_with_its_own_standard_error(compared, tmp_path):
     runs = plan(NAMES, ["seed=4", "epochs=2"], tmp_path, seeds=3)
-    assert [run.path.name for run in runs[::2]] == [f"digits-fc-snf-seed{seed}" for seed in (4, 5, 6)]
+    assert [run.path.name for run in runs[::2]] == ["digits-fc-snf", "digits-fc-snf-seed5", "digits-fc-snf-seed6"]
+    assert plan(NAMES, ["seed=4", "epochs=2"], tmp_path)[0].path == runs[0].path, "so that seeds can be added"
     assert runs[3].place == "4/6" and runs[3].name == "digits-fc-exact, seed 5"
     result = Result.read(compared[0] / "digits-fc-snf" / "result.json")
     values = iter([1.0, 50.0, 2.0, 51.0, 6.0, 0.0])
@@ -94,6 +97,11 @@ def test_several_seeds_are_a_mean_with_its_own_standard_error(compared, tmp_path
         Compared(run, replace(result, test=Likelihood(next(values), 9.0, 1.0, 250, 2)), 0.5, index)
         for index, run in enumerate(runs)
     ]
+    done[5] = Compared(runs[5], failure="it broke")
+    done[3] = Compared(runs[3], failure="it grew", diverged=True)
+    mixed = Comparison(tuple(done), "selfnorm compare", torch.device("cpu"))
+    assert mixed.rows()[1].note == "2 of 3 failed", "not all of those that failed diverged"
+    done[3] = Compared(runs[3], replace(result, test=Likelihood(51.0, 9.0, 1.0, 250, 2)), 0.5, 3)
     done[5] = Compared(runs[5], failure="it broke", diverged=True)
     comparison = Comparison(tuple(done), "selfnorm compare", torch.device("cpu"))
     first, second = comparison.rows()
@@ -115,6 +123,11 @@ def test_several_seeds_are_a_mean_with_its_own_standard_error(compared, tmp_path
         (("mnist-glow-snf", "mnist-fc-snf"), "got jitter 1 of mnist-glow-snf, 0 of mnist-fc-snf"),
         (("digits-fc-snf", "--set", "epoch=3"), "did you mean epochs?"),
         (("digits-fc-snf", "--set", "kind=magic"), "magic"),
+        (
+            ("digits-fc-snf", "digits-fc-lu", "--set", "kind=lu"),
+            "expected recipes that differ, got digits-fc-snf and digits-fc-lu",
+        ),
+        (("digits-conv-exact", "digits-conv-snf", "--set", "polish=low-rank"), "expected least-squares or tap-mean"),
         (("mnist-fc-snf", "--data", "nowhere"), "no such folder"),
         (("digits-fc-snf", "--device", "nonsense"), "--device"),
     ],
@@ -130,6 +143,18 @@ def test_another_recipe_in_a_runs_folder_is_left_alone(copy):
     assert "another epochs" in fails("compare", *NAMES, *SHORT, "--set", "epochs=3", "--run", copy)
     (copy / "digits-fc-snf" / "recipe.toml").unlink()
     assert "got something else" in fails("compare", *NAMES, *SHORT, "--run", copy)
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    said = fails("compare", *NAMES, *SHORT, "--run", tmp_path / "file")
+    assert f"{tmp_path / 'file'}: expected a folder to write to, got File exists; name another by --run" in said
+
+
+def test_a_run_that_another_process_is_at_is_refused_before_training(copy):
+    (copy / "digits-fc-exact" / "result.json").unlink()
+    with RunFolder(copy / "digits-fc-exact").locked():
+        assert "being trained" in fails("compare", *NAMES, *SHORT, "--run", copy)
 
 
 # Going on
@@ -163,6 +188,22 @@ def test_a_signal_saves_the_run_under_way_and_says_how_to_go_on(tmp_path):
     assert 0 < read(folder / NAMES[0] / "last.safetensors").progress["step"] < 900 * 12
     with RunFolder(folder / NAMES[0]).locked():
         assert not (folder / NAMES[1]).exists(), "nobody is at the run any more, and no other was begun"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere nobody tells a process that its parent is gone")
+def test_a_run_whose_comparison_was_killed_saves_itself_and_stops(tmp_path):
+    command = [sys.executable, "-m", "selfnorm", "compare", NAMES[0], "--set", "epochs=3000", "--run", str(tmp_path)]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=-3, stderr=-3)
+    run, deadline = RunFolder(tmp_path / NAMES[0]), time.monotonic() + 60
+    while not (run.metrics.exists() and run.metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        with suppress(ValueError), run.locked():
+            break
+    assert time.monotonic() < deadline and 0 < read(run.last).progress["step"] < 3000 * 12
 
 
 # Runs that fail
@@ -201,6 +242,12 @@ def test_what_a_dead_process_leaves_is_one_line():
     assert _reason(1, "a\nselfnorm: no space\n") == "no space"
     assert _reason(-9, "half a li") == "killed by SIGKILL"
     assert _reason(1, "") == "no message"
+    assert _reason(143, "selfnorm: stopped by SIGTERM, all saved; go on with: …").startswith("stopped by a signal, all saved")
+
+
+def test_null_comes_back_as_nan():
+    back = _with_nan({"a": [None, 1], "b": {"c": None}})
+    assert math.isnan(back["a"][0]) and back["a"][1] == 1 and math.isnan(back["b"]["c"])
 
 
 # What runs measure of themselves
@@ -210,6 +257,7 @@ def test_results_know_time_memory_and_size(compared):
     result = Result.read(compared[0] / "digits-fc-snf" / "result.json")
     assert 0 < result.step_seconds * 2 * 12 <= result.seconds
     assert result.parameters == 2 * (2 * 64**2 + 64)
+    assert _step_seconds([{"step_seconds": value} for value in (1.0, None, 9.0, 2.0)]) == 2.0
     assert result.peak_memory is None or 0 < result.peak_memory < 2000
     with pytest.raises(ValueError, match=r"nowhere.*expected a run's result"):
         Result.read(compared[0] / "nowhere")
@@ -227,9 +275,11 @@ def test_an_epoch_entered_in_its_middle_has_no_time_per_step():
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux forgets an earlier peak")
 def test_peak_memory_forgets_what_was_before():
     del (lots := [np.ones(2**24)])[:]  # 128 MiB
-    memory = PeakMemory()
+    PeakMemory._is_first = True
+    memory, later = PeakMemory(), PeakMemory()
     del (some := [np.ones(2**22)])[:]
     assert lots == some == [] and 30 < memory.mebibytes() < 60
+    assert later.mebibytes() is None, "it would find there what the first has left"
 
 
 def test_the_picture_is_not_spoilt_by_a_wild_start_or_a_bad_run(monkeypatch, tmp_path):
@@ -237,9 +287,10 @@ def test_the_picture_is_not_spoilt_by_a_wild_start_or_a_bad_run(monkeypatch, tmp
     monkeypatch.setattr(figures, "rendered", lambda figure: drawn.append(figure) or canvas.rendered(figure))
     good = [(second, 96 + 30 * 0.9**second + 1e6 * (second == 1)) for second in range(1, 50)]
     bad = [(second, 1e5 * second) for second in range(1, 12)]
-    figures.courses(tmp_path / "c.png", {"good": [good, good], "bad": [[*bad, (12, None)]], "long": [[(900, 97.0)]]})
+    figures.courses(tmp_path / "c.png", "title", {"good": [good, good], "bad": [[*bad, (12, None)]], "long": [[(900, 97.0)]]})
     (ax,) = drawn[0].axes
-    assert len(ax.lines) == 4 and ax.lines[0].get_color() == ax.lines[1].get_color() != ax.lines[2].get_color()
+    colors = [line.get_color() for line in ax.lines]
+    assert len(colors) == 5 and len(set(colors[:3])) == 1 and len(set(colors)) == 3  # the mean of two, both, and the others
     assert ax.get_ylim()[0] < 96.2 and 100 < ax.get_ylim()[1] < 130
     assert ax.get_xscale() == "log" and ax.get_xlim()[1] > 900
-    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["good", "bad", "long"]
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["good", "bad, above the picture", "long"]

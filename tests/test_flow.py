@@ -24,7 +24,7 @@ from selfnorm import (
     Squeeze,
     StandardNormal,
 )
-from selfnorm.models import conv_flow, fc_flow, glow
+from selfnorm.models import CONV, LINEAR, MIX, conv_flow, fc_flow, glow
 
 
 def shaken(flow, scale=0.15):
@@ -347,3 +347,18 @@ def test_only_bijections_make_flows_and_chains():
 def test_a_far_outlier_scores_minus_infinity_not_nan():
     flow = fc_flow(2).float()
     assert flow.log_prob(torch.full((1, 2), 1e25, dtype=torch.float32)).item() == -math.inf
+
+
+def test_a_surrogate_says_whether_it_is_a_likelihood():
+    """By its value: over every kind of every model."""
+    builders = [(fc_flow, "linear", LINEAR, (1, 4, 4)), (conv_flow, "conv", CONV, (1, 4, 4)), (glow, "mix", MIX, (1, 8, 8))]
+    for build, name, kinds, shape in builders:
+        for kind in kinds:
+            flow = build(shape, **{name: kind}, **({"hidden": 4} if build is glow else {}))
+            with torch.no_grad():
+                for parameter in flow.parameters():
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+            x = torch.randn(3, *shape)
+            alike = torch.allclose(flow.surrogate(x).log_det, flow.log_prob(x), rtol=1e-9)
+            assert alike == flow.surrogate_is_exact, kind
+            assert alike == (kind in ("exact", "lu", "emerging")), kind

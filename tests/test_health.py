@@ -6,7 +6,18 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from selfnorm import Chain, Flow, SelfNormConv2d, SelfNormLinear, SingularWeightError, SmoothLeakyReLU, StandardNormal
+from oracles import dense_matrix
+from selfnorm import (
+    Chain,
+    Flow,
+    SelfNormConv2d,
+    SelfNormLinear,
+    SingularWeightError,
+    SmoothLeakyReLU,
+    StandardNormal,
+    TrackedConv2d,
+    TrackedLinear,
+)
 from selfnorm import health as health_module
 from selfnorm.health import examine, repair
 from selfnorm.models import conv_flow, fc_flow, glow
@@ -289,3 +300,30 @@ def test_errors():
 
     with pytest.raises(ValueError, match="'0' as layer"):
         examine(Flow(Shy(SelfNormLinear(6))), x)
+
+
+def test_what_a_tracker_lost_is_noted():
+    layer = TrackedLinear(4)
+    layer.fallbacks.fill_(3)
+    health = examine(Flow(Chain(layer)), torch.randn(5, 4))
+    assert any("layer 0: its tracker lost R" in note and "3 times" in note for note in health.notes)
+    assert health.layers[0].distance < 1e-12
+
+
+def test_a_tracked_inverse_is_examined_and_mended_like_a_learned_one():
+    layer = TrackedConv2d(2, 3, (4, 3))
+    with torch.no_grad():
+        layer.weight_inv.add_(0.1 * torch.randn_like(layer.weight_inv))
+    flow, x = Flow(Chain(layer)), torch.randn(5, 2, 4, 3)
+    T = dense_matrix(layer.weight.detach(), (4, 3), layer.geometry)
+    (found,) = examine(flow, x).layers
+    assert found.distance == pytest.approx(float((layer.weight_inv @ T - torch.eye(24)).norm() / 24**0.5))
+    assert repair(flow, x) == ("0",)
+    assert examine(flow, x).layers[0].distance < 1e-12
+
+
+def test_an_inverse_that_is_not_a_number_is_mended():
+    flow = Flow(Chain(SelfNormLinear(4)))
+    with torch.no_grad():
+        flow.bijection[0].weight_inv.fill_(math.nan)
+    assert repair(flow, torch.randn(5, 4)) == ("0",)

@@ -87,3 +87,16 @@ def test_can_start_from_a_rotation():
     flow = fc_flow(5, linear="lu", rotate=True)
     for layer in (m for m in flow.modules() if isinstance(m, LULinear)):
         assert_close(layer.weight @ layer.weight.T, torch.eye(5))
+
+
+def test_the_inverse_undoes_a_permutation_that_is_not_its_own():
+    layer = LULinear(5)
+    layer.load_state_dict({"weight": torch.eye(5).roll(1, 0) + 0.1 * torch.randn(5, 5), "bias": torch.randn(5)})
+    assert not torch.equal(layer.permutation, layer.permutation.argsort())
+    x = torch.randn(4, 5)
+    assert_close(layer.inverse(layer(x)[0])[0], x)
+
+
+def test_a_state_with_factors_and_a_weight_is_refused():
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        LULinear(3).load_state_dict(LULinear(3).state_dict() | {"weight": torch.eye(3)})

@@ -8,7 +8,8 @@ import torch
 
 from selfnorm import Chain, Flow, SelfNormConv2d, SelfNormLinear, SmoothLeakyReLU
 from selfnorm.models import conv_flow, fc_flow, glow
-from selfnorm.objective import GECO, MDMM, Fixed, Loss
+from selfnorm.neumann import InfiniteVarianceError, draw_terms
+from selfnorm.objective import GECO, MDMM, VARIANCE_CHECK, Fixed, Loss
 
 
 def perturbed(flow):
@@ -222,7 +223,7 @@ def test_symmetric_reconstruction_by_hand(make):
     flow = perturbed(Flow(make()))
     layer = flow.bijection
     x = torch.randn(4, *((5,) if isinstance(layer, SelfNormLinear) else (1, 4, 3))).requires_grad_()
-    Loss(flow, 1.0, symmetric=True)
+    Loss(flow, 1.0, symmetric=True)(x.detach())
     column = layer.surrogate(x).reconstruction[:, 0]
     h = x.detach()
     z = layer.apply_weight(h).detach()
@@ -237,7 +238,7 @@ def test_symmetric_reconstruction_by_hand(make):
         torch.testing.assert_close(one, other)
     (passed_down,) = torch.autograd.grad(column.sum(), x, allow_unused=True)
     assert passed_down is None or not passed_down.any()
-    Loss(flow, 1.0)
+    Loss(flow, 1.0)(h)
     torch.testing.assert_close(layer.surrogate(x).reconstruction[:, 0], layer.reconstruction(h))
 
 
@@ -337,3 +338,89 @@ def test_what_draws_asks_for_a_generator():
     for loss in (Loss(fc_flow(3), probes=1), Loss(fc_flow(3), debias=1), Loss(fc_flow(3), polish="low-rank")):
         assert loss.draws
     assert Loss(fc_flow(3, linear="sketch")).draws
+
+
+def scaled_inverse(dimensions, factor):
+    """W = I and R = factor·I: I − RW is (1 − factor)·I, and half of the exact gradient of −log|det W| is −½·I."""
+    layer = SelfNormLinear(dimensions, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.eye(dimensions))
+        layer.weight_inv.copy_(factor * torch.eye(dimensions))
+    return layer
+
+
+@pytest.mark.parametrize(("debias", "keep", "draws"), [(1, 0.5, 2000), (100, 0.3, 100), (100, 0.8, 100)])
+def test_debiasing_is_unbiased_for_one_probe_and_any_keep(debias, keep, draws):
+    """How many terms there are must not depend on the noise: with one probe that would show."""
+    layer = scaled_inverse(20, 0.6)
+    loss, x = Loss(Flow(layer), 0.0, debias=debias, debias_keep=keep), torch.zeros(1, 20)
+    found = torch.stack(
+        [
+            torch.autograd.grad(loss(x, generator=torch.Generator().manual_seed(seed))[0], layer.weight)[0].diagonal()
+            for seed in range(draws)
+        ]
+    )
+    missed = (found.mean(0) + 0.5).abs() / (found.std(0) / math.sqrt(draws))
+    assert missed.max() < 4.5
+
+
+def test_terms_are_drawn_anew_for_every_layer_and_step(monkeypatch):
+    drawn = []
+
+    def draw(*args):
+        drawn.append(tuple(draw_terms(*args)))
+        return drawn[-1]
+
+    monkeypatch.setattr("selfnorm.objective.draw_terms", draw)
+    loss = Loss(Flow(Chain(SelfNormLinear(4), SelfNormLinear(4))), debias=8)
+    generator = torch.Generator().manual_seed(0)  # kept over steps, as a caller may
+    for _ in range(3):
+        for _ in range(2):  # gradient accumulation
+            _, metrics = loss(torch.randn(2, 4), generator=generator)
+        loss.after_step(metrics)
+    assert len(set(drawn)) == 12
+
+
+def test_the_variance_is_looked_at_again():
+    loss = Loss(Flow(SelfNormLinear(4)), debias=1)
+    _, metrics = loss(torch.randn(3, 4))
+    loss.after_step(metrics)
+    loss.load_state_dict(loss.state_dict() | {"steps": torch.tensor(VARIANCE_CHECK - 1)})
+    layer = loss.flow.bijection
+    with torch.no_grad():
+        layer.weight_inv.copy_(3 * torch.linalg.inv(layer.weight))
+    loss.after_step(metrics)
+    with pytest.raises(InfiniteVarianceError):
+        loss.after_step(metrics)
+
+
+def test_debiasing_draws_nothing_from_the_global_generator():
+    loss = Loss(Flow(SelfNormLinear(4)), debias=2)
+    before, generator = torch.get_rng_state(), torch.Generator().manual_seed(0)
+    _, metrics = loss(torch.ones(3, 4), generator=generator)
+    loss.after_step(metrics, generator=generator)  # looks at the variance, too
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_two_losses_of_one_flow_do_not_disturb_each_other():
+    flow, x = perturbed(fc_flow(4)), torch.randn(5, 4)
+    symmetric, plain = Loss(flow, symmetric=True), Loss(flow)
+    values = [float(loss(x)[0].detach()) for loss in (symmetric, plain, symmetric, plain)]
+    assert values[0] == values[2] != values[1] == values[3]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Loss(fc_flow(3, linear="exact"), polish="shine"), "polish: expected one of newton-schulz"),
+        (lambda: Loss(fc_flow(3), debias=2, debias_keep=1.5), "Loss: expected keep"),
+        (lambda: Loss(fc_flow(3))(torch.randn(0, 3)), "Loss: expected at least one example, got none"),
+        (
+            lambda: Loss(Flow(SelfNormConv2d(1, 3)), polish="tap-mean")(torch.randn(1, 1, 65, 65)),
+            "expected images of at most 4096 dimensions",
+        ),
+    ],
+)
+def test_what_a_loss_refuses_at_once(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()

@@ -2,13 +2,15 @@
 
 import dataclasses
 import re
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 
 from selfnorm.data.dataset import Dataset
+from selfnorm.polish import POLISHES
 from selfnorm.recipe import Recipe, from_toml, override, to_toml
-from selfnorm.recipes import DEFAULT, RECIPES, build_flow, find_recipe, recipe_for
+from selfnorm.recipes import DEFAULT, RECIPES, build_flow, build_loss, find_recipe, idle_settings, recipe_for
 from selfnorm.train.loop import Trainer
 
 SHAPES = {"digits": ((1, 8, 8), 17), "mnist": ((1, 28, 28), 256), "cifar10": ((3, 32, 32), 256), "imagenet32": ((3, 32, 32), 256)}
@@ -186,3 +188,40 @@ def test_a_recipe_for_any_shape_and_size(shape, model, examples):
     assert recipe.model == model
     steps = recipe.epochs * max(1, examples // recipe.batch_size)
     assert 2500 <= steps <= 10_000
+
+
+def test_what_holds_the_inverse_reaches_the_loss_and_survives_a_file():
+    settings = ["symmetric=true", "polish=low-rank", "polish_every=7", "debias=3", "debias_keep=0.25", "probes=2"]
+    recipe = override(find_recipe("digits-fc-snf"), settings)
+    assert from_toml(to_toml(recipe), "file") == recipe
+    loss = build_loss(recipe, build_flow(recipe, (1, 8, 8), 17))
+    assert (loss.polish, loss.polish_every, loss.debias, loss.debias_keep, loss.probes) == ("low-rank", 7, 3, 0.25, 2)
+    assert loss.symmetric
+    assert override(recipe, ["polish=None"]).polish is None
+
+
+def test_recipes_know_every_polish():
+    (literal,) = (choice for choice in get_args(get_type_hints(Recipe)["polish"]) if choice is not type(None))
+    assert set(get_args(literal)) == set(POLISHES)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("debias_keep=1", "expected debias_keep between 0 and 1"),
+        ("debias_keep=0", "expected debias_keep between 0 and 1"),
+        ("polish_every=0", "expected polish_every at least 1"),
+        ("debias=-1", "expected debias at least 0"),
+        ("learning_rate=0", "expected learning_rate above 0"),
+        ("polish=shine", "--set polish: expected one of newton-schulz"),
+    ],
+)
+def test_nonsense_about_the_inverse_is_refused(setting, message):
+    with pytest.raises(ValueError, match=message):
+        override(find_recipe("digits-fc-snf"), [setting])
+
+
+def test_idle_settings():
+    settings = ["polish=low-rank", "probes=2"]
+    assert idle_settings(override(find_recipe("digits-fc-lu"), settings)) == ["probes", "polish"]
+    assert idle_settings(override(find_recipe("digits-fc-snf"), settings)) == []

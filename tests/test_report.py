@@ -147,6 +147,14 @@ def test_curves_have_the_panels_there_is_something_for(monkeypatch, tmp_path, la
     assert layers == 0 or len(drawn[0].axes[2].lines) == layers
 
 
+def test_a_training_loss_is_called_a_likelihood_only_if_it_is_one(monkeypatch, tmp_path):
+    drawn = capture(monkeypatch)
+    for exact in (False, True):
+        curves(tmp_path / "c.png", list(run_records(5, 0, lambda epoch: 1.0)), exact=exact)
+    titles = [figure.axes[1].get_title() for figure in drawn]
+    assert titles == ["surrogate training loss (not a likelihood)", "exact training NLL"]
+
+
 def test_curves_of_a_run_that_stands_still_after_a_wild_start(monkeypatch, tmp_path):
     drawn = capture(monkeypatch)
     curves(tmp_path / "c.png", [{"kind": "validation", "epoch": e, "nll": 100.0 if e else 1e6} for e in range(9)])

@@ -1,5 +1,6 @@
 """Tracked inverses: the gradient against the exact one, how fast the error falls, and what happens when R is lost."""
 
+import copy
 import math
 import warnings
 
@@ -8,7 +9,16 @@ import torch
 from torch.testing import assert_close
 
 from oracles import dense_matrix
-from selfnorm import ExactConv2d, ExactLinear, SelfNormConv2d, SelfNormLinear, SingularWeightError, TrackedConv2d, TrackedLinear
+from selfnorm import (
+    ExactConv2d,
+    ExactLinear,
+    RelativeLinear,
+    SelfNormConv2d,
+    SelfNormLinear,
+    SingularWeightError,
+    TrackedConv2d,
+    TrackedLinear,
+)
 from selfnorm.convmatrix import Geometry, conv_matrix, tap_sums
 from selfnorm.inverses import sketch_and_project
 from small_runs import started
@@ -254,6 +264,85 @@ def test_tap_sums_are_the_adjoint_of_the_matrix(geometry):
     T = conv_matrix(w, size, geometry)
     M = torch.randn_like(T)
     assert_close((M * T).sum(), (tap_sums(M, (3, 5), size, geometry) * w).sum())
+
+
+@pytest.mark.parametrize("tracker", ["newton-schulz", "sketch"])
+@pytest.mark.parametrize(("error", "lost"), [(0.9, 0), (1.1, 1)])
+def test_where_a_tracker_gives_up(tracker, error, lost):
+    """At ‖I − WR‖ = 1 Newton–Schulz need not converge; for sketching the limit is √D/10, which is 1 here too."""
+    layer = TrackedLinear(100, tracker=tracker, rank=100)  # with a whole basis the sketch's residual is no guess
+    with torch.no_grad():
+        layer.weight_inv.copy_((1 - error / 10) * torch.linalg.inv(layer.weight))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        layer.after_step()
+    assert int(layer.fallbacks) == lost
+
+
+@pytest.mark.parametrize("tracker", ["newton-schulz", "sketch"])
+def test_tracking_leaves_a_lost_inverse_alone_and_settling_replaces_it_once(tracker):
+    layer = TrackedLinear(6, tracker=tracker)
+    with torch.no_grad():
+        layer.weight.mul_(9)
+    before = layer.weight_inv.clone()
+    layer.track()
+    assert torch.equal(layer.weight_inv, before) and layer.residual > layer.largest_residual
+    with pytest.warns(RuntimeWarning):
+        layer.settle()
+    layer.settle()
+    assert int(layer.fallbacks) == 1
+
+
+def test_the_sketchs_rank():
+    assert TrackedLinear(20, tracker="sketch").rank == 3 and TrackedLinear(4, tracker="sketch", rank=9).rank == 4
+
+
+def test_the_largest_matrix_that_is_kept(monkeypatch):
+    monkeypatch.setattr("selfnorm.layers.tracked.LARGEST", 16)
+    assert TrackedConv2d(1, 3, (4, 4)).weight_inv.shape == (16, 16)
+    with pytest.raises(ValueError, match="at most 16 dimensions"):
+        TrackedConv2d(1, 3, (4, 5))
+
+
+AUTOCAST = {**LAYERS, "relative": (lambda _: RelativeLinear(6), (6,)), "selfnorm": (lambda _: SelfNormLinear(6), (6,))}
+
+
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_autocast_reaches_neither_gradient_nor_tracking(name):
+    """Whether only the forward pass is in it, or all of the step."""
+    build, shape = AUTOCAST[name]
+    layer = build("newton-schulz").float()
+    x = torch.randn(4, *shape, dtype=torch.float32)
+
+    def found(forward, rest):
+        twin = copy.deepcopy(layer)
+        with torch.autocast("cpu", torch.bfloat16, enabled=forward):
+            z, log_det, reconstruction = twin.surrogate(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=rest):
+            (z.square().sum() - log_det.sum() + reconstruction.sum()).backward()
+            with torch.no_grad():
+                twin.weight.sub_(1e-3 * twin.weight.grad)
+            twin.after_step()
+        return twin
+
+    assert_close(found(True, False).state_dict(), found(False, False).state_dict(), rtol=0, atol=0)
+    # In a backward pass autocast reaches torch's own products, as it would any layer's, but not what was written here.
+    twin = found(True, True)
+    if name in LAYERS:
+        assert error_of(twin).detach().norm() <= twin.residual**2 + 1e-5
+
+
+@pytest.mark.parametrize("name", [*LAYERS, "relative"])
+def test_a_second_derivative_of_the_surrogate_is_refused(name):
+    build, shape = AUTOCAST[name]
+    layer = build("newton-schulz")
+    with pytest.raises(RuntimeError, match="differentiate log_prob twice"):
+        torch.autograd.grad(layer.surrogate(torch.randn(2, *shape)).log_det.sum(), layer.weight, create_graph=True)
+
+
+def test_a_weight_of_another_shape_is_refused_as_torch_does():
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        TrackedLinear(3).load_state_dict({"weight": torch.zeros(4, 4), "bias": torch.zeros(3)})
 
 
 def test_a_real_run_stays_with_its_exact_twin():

@@ -49,6 +49,9 @@ class Bijection(nn.Module):
     to the registry in `tests/registry.py` and it is tested like every other.
     """
 
+    # Whether this layer's own surrogate is its exact pair, so that a training loss made of such is a likelihood.
+    surrogate_is_exact = True
+
     @property
     def reconstruction_names(self) -> tuple[str, ...]:
         """For each column of `Surrogate.reconstruction` the path of its layer: `bijection.get_submodule(name)`."""
@@ -79,7 +82,10 @@ class Bijection(nn.Module):
         """Set data-dependent state from a first batch; a layer that has been initialised keeps what it has."""
 
     def after_step(self, *, generator: torch.Generator | None = None) -> None:
-        """Do what the layer does after each optimiser step; `generator`, on the layer's device, is for random draws."""
+        """Do what the layer does after each optimiser step, where it may read the device, unlike in `surrogate`.
+
+        generator: on the layer's device, for random draws.
+        """
 
 
 class Chain(Bijection):

@@ -52,7 +52,7 @@ from selfnorm.display import (
 from selfnorm.files import replacing
 from selfnorm.health import examine, repair
 from selfnorm.recipe import Recipe, override, to_toml
-from selfnorm.recipes import DEFAULT, RECIPES, find_recipe, recipe_for
+from selfnorm.recipes import DEFAULT, RECIPES, TWINS, find_recipe, idle_settings, recipe_for
 from selfnorm.runs import Result, dataset_of, free_path, resume_run, start_run
 from selfnorm.train.checkpoint import save
 from selfnorm.train.folder import RunFolder
@@ -101,8 +101,11 @@ def train(
         return
     chosen = override(find_recipe(recipe or DEFAULT), settings or [])
     chosen = _adjusted(chosen, data_dir=_folder(data), seed=seed, on_divergence=on_divergence and on_divergence.value)
-    if twin and chosen.kind == "exact":
-        raise ValueError(f"--twin: expected a recipe with learned inverses, got {chosen.name}, which is an exact twin itself")
+    if twin and chosen.kind not in TWINS:
+        what = "which is an exact twin itself" if chosen.kind == "exact" else "whose map is another than an exact layer's"
+        raise ValueError(f"--twin: expected a recipe of kind {', '.join(TWINS)}, got {chosen.name} ({chosen.kind}), {what}")
+    if idle := idle_settings(chosen):
+        ERR.print(f"selfnorm: {', '.join(idle)} will do nothing: no layer of {chosen.name} learns its inverse")
     folder = run or free_path(Path("runs") / chosen.name)
     result = _train(chosen, folder, device, quiet, json)
     if not twin:
@@ -158,12 +161,15 @@ def compare(
     except StoppedError as error:
         error.args = (f"{error}, all saved; go on with: {shlex.join([*words, '--run', str(folder)])}",)
         raise
-    files = compared.write(folder)
+    # First, since what can go wrong with a file must not cost the figures.
     if json:
         runs = [each.row() for each in compared.runs]
         print_json({"kind": "comparison", "folder": str(folder), **compared.report(), "runs": runs})
     else:
-        print_table(compared, files)
+        print_table(compared)
+    for path in compared.write(folder):
+        if not json:
+            OUT.print(f"  {path}")
     if compared.failures():
         raise typer.Exit(3)
 

@@ -79,7 +79,7 @@ def command(name: str, *examples: str) -> Callable[[Callable[..., None]], Callab
             except KeyboardInterrupt:
                 ERR.print("selfnorm: stopped")
                 raise typer.Exit(130) from None
-            except BrokenPipeError:  # the reader of our output has gone, as `| head` does
+            except (BrokenPipeError, SystemExit):  # the reader of our output has gone, as `| head` does; rich makes it an exit
                 sys.stderr.close()
                 raise typer.Exit(0) from None
             except Exception as error:

@@ -32,11 +32,11 @@ from selfnorm.evaluate import evaluating
 from selfnorm.flow import Flow
 from selfnorm.health import SAMPLES, round_trip
 from selfnorm.recipe import Recipe, override
-from selfnorm.recipes import RECIPES, build_flow, find_recipe
+from selfnorm.recipes import RECIPES, build_flow, build_loss, find_recipe
 from selfnorm.runs import Result, settled
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Report, threads
-from selfnorm.train.stopping import StopRequests
+from selfnorm.train.stopping import PARENT, StopRequests
 from selfnorm.trained import Trained
 
 SAME = ("data", "data_dir", "levels", "batch_size", "flip", "jitter")  # what decides the batches, beside the seed
@@ -54,6 +54,11 @@ def plan(
     """
     settings = [*settings, *([f"data_dir={data_dir}"] if data_dir else [])]
     recipes = [settled(override(recipe, settings)) for recipe in _chosen(names)]
+    alike: dict[Recipe, str] = {}
+    for recipe in recipes:
+        other = alike.setdefault(replace(recipe, name="", paper=""), recipe.name)
+        if other != recipe.name:
+            raise ValueError(f"compare: expected recipes that differ, got {other} and {recipe.name}, which --set makes the same")
     for key in SAME:
         found: dict[Any, str] = {}
         for recipe in recipes:
@@ -66,19 +71,22 @@ def plan(
     for seed in range(seeds):
         for recipe in recipes:
             recipe = replace(recipe, seed=recipe.seed + seed)
-            path = folder / (f"{recipe.name}-seed{recipe.seed}" if seeds > 1 else recipe.name)
+            # The first seed's folder is the same for one seed as for several, so that more can be added.
+            path = folder / (f"{recipe.name}-seed{recipe.seed}" if seed else recipe.name)
             name = f"{recipe.name}, seed {recipe.seed}" if seeds > 1 else recipe.name
             runs.append(Planned(recipe, path, tuple(settings), name, f"{len(runs) + 1}/{seeds * len(recipes)}"))
     return tuple(runs)
 
 
-def check(runs: Iterable[Planned], dataset: Dataset) -> None:
+def check(runs: Sequence[Planned], dataset: Dataset) -> None:
     """Refuse, before hours of training, what cannot be built for the data, and folders that hold something else."""
     for run in runs:
-        build_flow(run.recipe, dataset.shape, dataset.levels)
+        build_loss(run.recipe, build_flow(run.recipe, dataset.shape, dataset.levels))
         folder = RunFolder(run.path)
         if folder.recipe.exists():
             stored = folder.read_recipe()
+            with folder.locked():  # or say that another process is at it
+                pass
             other = [field.name for field in fields(Recipe) if getattr(stored, field.name) != getattr(run.recipe, field.name)]
             if other:
                 raise ValueError(
@@ -87,6 +95,13 @@ def check(runs: Iterable[Planned], dataset: Dataset) -> None:
                 )
         elif run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
             raise ValueError(f"{run.path}: expected a run's folder or none, got something else; name another folder by --run")
+    folder_of_all = runs[0].path.parent
+    try:
+        folder_of_all.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder_of_all):
+            pass
+    except OSError as error:
+        raise ValueError(f"{folder_of_all}: expected a folder to write to, got {error.strerror}; name another by --run") from None
 
 
 def compare(
@@ -139,8 +154,15 @@ def _train(run: Planned, device: torch.device, watch: Watch, stop: _PassOn) -> C
     command = [sys.executable, "-m", "selfnorm", "train", *words, "--device", str(device), "--json"]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors, watch(run) as report:
         # A process group of its own: a terminal's Ctrl-C would else come twice, and the second ends a run without saving it.
+        # Should this process be killed, the other saves its run and stops: nobody would know of it.
         with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, encoding="utf-8", process_group=0
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            encoding="utf-8",
+            process_group=0 if os.name == "posix" else None,
+            env={**os.environ, **({PARENT: str(os.getpid())} if os.name == "posix" else {})},
         ) as process:
             stop.process = process
             stop.pass_on()  # what came a moment before there was one
@@ -177,6 +199,8 @@ def _reason(code: int, said: str) -> str:
     lines = said.strip().splitlines() or ["no message"]
     if code < 0:
         lines[-1] = f"killed by {signal.Signals(-code).name}"
+    elif code in (128 + number for number in StopRequests.SIGNALS):
+        lines[-1] = "stopped by a signal, all saved; the same comparison goes on with it"
     return lines[-1].removeprefix("selfnorm: ")
 
 

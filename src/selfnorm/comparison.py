@@ -188,7 +188,7 @@ class Comparison:
         # Last, since what can go wrong with a picture must not cost the figures.
         if courses := self._courses():
             written.append(folder / "comparison.png")
-            figures.courses(written[2], courses)
+            figures.courses(written[2], self.title, courses)
         return written
 
     def _courses(self) -> dict[str, list[list[tuple[float, float]]]]:

@@ -192,28 +192,27 @@ def print_compared(run: Compared, as_json: bool) -> None:
         print_json({"run": str(planned.path), "kind": "failure", "diverged": run.diverged, "reason": run.failure})
 
 
-def print_table(comparison: Comparison, files: Iterable[Path]) -> None:
-    """All runs in one table, and where it is written."""
-    columns = ("", "test NLL", "ms/step", "total", "peak memory", "parameters", "inverse error", "ms/sample")
+def print_table(comparison: Comparison) -> None:
+    """All runs in one table."""
+    columns = ("", "test NLL", "ms/step", "seconds", "MiB", "parameters", "inverse error", "ms/sample")
     rows = [
         (
             f"{row.recipe} ({row.note})" if row.note else row.recipe,
             _with_error(row.nll, row.standard_error),
             _short(row.step_ms),
-            "–" if row.seconds is None else f"{row.seconds:.0f} s",
-            "–" if row.peak_memory is None else f"{row.peak_memory:.0f} MiB",
+            _short(row.seconds),
+            "–" if row.peak_memory is None else f"{row.peak_memory:.0f}",
             "–" if row.parameters is None else f"{row.parameters:,.0f}",
             "–" if row.inverse_error is None else f"{row.inverse_error:.1e}",
             _short(row.sample_ms),
         )
         for row in comparison.rows()
     ]
-    OUT.print(table(comparison.title, columns, rows))
+    # Wider than a narrow terminal, whose own line breaks lose less than cut cells.
+    OUT.print(table(comparison.title, columns, rows), width=max(OUT.width, 110), crop=False)
     OUT.print(comparison.about)
     for failure in comparison.failures():
         OUT.print(failure)
-    for path in files:
-        OUT.print(f"  {path}")
 
 
 def _with_error(value: float | None, error: float | None) -> str:

@@ -77,6 +77,11 @@ class Flow(nn.Module):
         """Where in `bijection` each column of `surrogate(x).reconstruction` comes from."""
         return self.bijection.reconstruction_names
 
+    @property
+    def surrogate_is_exact(self) -> bool:
+        """Whether `surrogate(x).log_det` is log p(x): so it is where no layer takes a short cut in training."""
+        return all(module.surrogate_is_exact for module in self.bijection.modules() if isinstance(module, Bijection))
+
     def log_prob(self, x: Tensor, *, context: Tensor | None = None) -> Tensor:
         """log p(x), (N,): exact. Linear layers factorise their weight once; further batches cost no factorisation."""
         z, log_det = self._encode("log_prob", x, context)

@@ -187,6 +187,11 @@ def invert(who: str, weight: Tensor, form: BlockForm) -> Tensor:
     return torch.linalg.lu_solve(lu, pivots, torch.eye(lu.shape[-1], dtype=lu.dtype, device=lu.device).expand_as(lu))
 
 
+def transposed(matrix: Tensor) -> Tensor:
+    """A transposed copy. Copying works in tiles; arithmetic across the grain of memory would cost more than a product."""
+    return matrix.mT.clone(memory_format=torch.contiguous_format)
+
+
 def newton_schulz(R: Tensor, error: Tensor) -> Tensor:
     """R(2I − WR), given the error I − WR, which it squares: it converges if and only if ρ(I − WR) < 1. Cost: 2m³ for m rows."""
     return torch.addmm(R, R, error)

@@ -20,15 +20,19 @@ class PeakMemory:
     """From its making on: on CUDA the most that torch had allocated there; else how far the process's peak rose above what it
     held at first, which takes in what torch loads on first use.
 
-    Linux can forget an earlier peak. Elsewhere one that was higher hides what came after it.
+    Linux can forget an earlier peak. Elsewhere one that was higher hides what came after it. And only the first in a process
+    knows: later ones would find much of what they need already there.
     """
+
+    _is_first = True
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         self._before: float | None = None
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        elif self.device.type == "cpu":
+        elif self.device.type == "cpu" and PeakMemory._is_first:
+            PeakMemory._is_first = False
             with suppress(OSError):
                 (_PROCESS / "clear_refs").write_text("5")
             self._before = _resident_peak()

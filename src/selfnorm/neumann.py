@@ -40,7 +40,7 @@ def draw_terms(probes: int, keep: float, generator: torch.Generator | None = Non
     >>> draw_terms(8, keep=0.5, generator=torch.Generator().manual_seed(0))
     [5, 1, 0, 3, 1, 2, 0, 0]
     """
-    keep = _probability("draw_terms", keep)
+    keep = expect_probability("draw_terms", keep)
     uniform = torch.rand(count("draw_terms", "probes", probes), generator=generator, dtype=torch.float64, device="cpu")
     # 1 − U lies in (0, 1], and is at most qᵏ with probability qᵏ.
     return [int(math.log1p(-u) / math.log(keep)) for u in uniform.tolist()]
@@ -62,7 +62,7 @@ def neumann_tail(layer: SelfNormLinear | SelfNormConv2d, probes: Tensor, *, term
     (0.0, torch.Size([3, 3]))
     """
     layer.check_input(probes)
-    keep = _probability("neumann_tail", keep)
+    keep = expect_probability("neumann_tail", keep)
     if len(terms) != len(probes) or not terms:
         raise ValueError(
             f"{describe(layer)}: expected as many terms as probes, and at least one, got {len(terms)} terms and {len(probes)} "
@@ -108,7 +108,7 @@ def spectral_radius(
 
 def expect_finite_variance(layer: SelfNormLinear | SelfNormConv2d, radius: float, keep: float) -> None:
     """Refuse to debias a layer with ρ(I − RW) = radius if that has infinite variance, or no limit at all."""
-    keep = _probability("expect_finite_variance", keep)
+    keep = expect_probability("expect_finite_variance", keep)
     if radius**2 < keep:
         return
     nearer = "bring R nearer to the inverse first, by polishing it or by a larger weight λ of the reconstruction"
@@ -129,7 +129,8 @@ def _error(layer: SelfNormLinear | SelfNormConv2d, x: Tensor) -> Tensor:
     return x - layer.apply_inverse(layer.apply_weight(x))
 
 
-def _probability(who: str, keep: float) -> float:
+def expect_probability(who: str, keep: float) -> float:
+    """Refuse a keep that is none."""
     if not 0 < keep < 1:
         raise ValueError(f"{who}: expected keep, the probability of one term more, between 0 and 1, got {keep}")
     return float(keep)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,8 +18,8 @@ from selfnorm.bijection import located
 from selfnorm.checks import count, expect_batch
 from selfnorm.flow import Flow
 from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
-from selfnorm.neumann import draw_terms, expect_finite_variance, neumann_tail, spectral_radius
-from selfnorm.polish import expect_polish, polish_inverse
+from selfnorm.neumann import draw_terms, expect_finite_variance, expect_probability, neumann_tail, spectral_radius
+from selfnorm.polish import expect_polish, expect_tap_mean, polish_inverse
 
 VARIANCE_CHECK = 100  # steps between two looks at whether debiasing has a finite variance
 
@@ -27,7 +28,8 @@ class Metrics(NamedTuple):
     """What a step tells the loop, on the device and without gradient.
 
     surrogate:       mean of −`Surrogate.log_det`; not a likelihood.
-    reconstruction:  (K,) mean squared error ‖RWh − h‖²/D of each self-normalizing layer, probes added.
+    reconstruction:  (K,) mean squared error ‖RWh − h‖²/D of each self-normalizing layer, probes added; if symmetric, half of it
+                     with half of ‖WRz − z‖²/D.
     """
 
     surrogate: Tensor
@@ -187,14 +189,13 @@ class Loss(nn.Module):
         self.penalty.attach(len(flow.reconstruction_names))
         self.probes = count("Loss", "probes", probes) if probes else 0
         self.polish, self.polish_every = polish, count("Loss", "polish_every", polish_every)
-        self.debias, self.debias_keep = count("Loss", "debias", debias) if debias else 0, debias_keep
-        for layer in self._layers():
-            layer.symmetric = symmetric
-            if polish is not None:
-                expect_polish(layer, polish)
+        self.debias, self.debias_keep = count("Loss", "debias", debias) if debias else 0, expect_probability("Loss", debias_keep)
+        self.symmetric = symmetric
+        if polish is not None:
+            expect_polish(polish, self._layers())
         # What happens every so many steps must happen at the same ones after a resume: the count is state, which the host knows.
         self._counts = polish is not None or debias > 0
-        self._steps = 0
+        self._host_steps = self._uses = 0  # steps, and uses of the host's generator since the last
         if self._counts:
             self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self._shapes: list[tuple[int, ...]] = []
@@ -205,8 +206,12 @@ class Loss(nn.Module):
     ) -> tuple[Tensor, Metrics]:
         """The loss of a batch, and its parts; `generator` is what the probes are drawn from."""
         expect_batch(self, x)
-        surrogate = self.flow.surrogate(x, context=context)
+        if len(x) == 0:
+            raise ValueError("Loss: expected at least one example, got none; there is no mean over nothing")
         layers = self._layers()
+        for layer in layers:
+            layer.symmetric = self.symmetric  # another loss of the same flow may have it otherwise
+        surrogate = self.flow.surrogate(x, context=context)
         dimensions = self._dimensions_of(layers, x)
         error = surrogate.reconstruction.mean(0) / dimensions
         if self.probes and layers:
@@ -224,26 +229,27 @@ class Loss(nn.Module):
         return bool(self.probes or self.debias) or self.polish == "low-rank" or any(layers)
 
     def after_step(self, metrics: Metrics, *, generator: torch.Generator | None = None) -> None:
-        """Call after each optimiser step, with what its `forward` gave."""
+        """Call after each optimiser step, with what its `forward` gave. Reads the device where there are trackers or checks."""
         self.penalty.after_step(metrics.reconstruction)
         self.flow.after_step(generator=generator)
         if not self._counts:
             return
         self.steps += 1
-        self._steps += 1
-        if self.polish is not None and self._steps % self.polish_every == 0:
-            for layer in self._layers():
-                polish_inverse(layer, self.polish, generator)
-        if self.debias and self._steps % VARIANCE_CHECK == 1:
-            for name, layer in zip(self.flow.reconstruction_names, self._layers(), strict=True):
-                with located(f"layer {name}"):
+        self._host_steps, self._uses = self._host_steps + 1, 0
+        polish = self.polish if self._host_steps % self.polish_every == 0 else None
+        look = self.debias and self._host_steps % VARIANCE_CHECK == 1
+        for name, layer in zip(self.flow.reconstruction_names, self._layers(), strict=True):
+            with located(f"layer {name}"):
+                if polish is not None:
+                    polish_inverse(layer, polish, generator)
+                if look:
                     radius = spectral_radius(layer, layer.example_shape, generator=generator)
                     expect_finite_variance(layer, radius, self.debias_keep)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         if self._counts:
-            self._steps = int(self.steps)
+            self._host_steps, self._uses = int(self.steps), 0
 
     def _layers(self) -> list[SelfNormLinear | SelfNormConv2d]:
         return [self.flow.bijection.get_submodule(name) for name in self.flow.reconstruction_names]  # type: ignore[misc]
@@ -253,6 +259,9 @@ class Loss(nn.Module):
         shapes = [layer.example_shape for layer in layers]
         if shapes != self._shapes or self._dimensions.device != x.device or self._dimensions.dtype != x.dtype:
             self._shapes, self._dimensions = shapes, x.new_tensor([math.prod(shape) for shape in shapes])
+            if self.polish == "tap-mean":  # now that sizes are known, rather than after so many steps
+                for layer in layers:
+                    expect_tap_mean(layer)
         return self._dimensions
 
     def _probe(self, layer: SelfNormLinear | SelfNormConv2d, x: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -261,9 +270,21 @@ class Loss(nn.Module):
 
     def _tail(self, layer: SelfNormLinear | SelfNormConv2d, x: Tensor, generator: torch.Generator | None) -> Tensor:
         noise = torch.randn(self.debias, *layer.example_shape, generator=generator, device=x.device, dtype=x.dtype)
-        # How many terms there are is for the host to know, which must not wait for a device's generator to tell.
-        host = None if generator is None else torch.Generator().manual_seed(generator.initial_seed())
-        return neumann_tail(layer, noise, terms=draw_terms(self.debias, self.debias_keep, host), keep=self.debias_keep)
+        terms = draw_terms(self.debias, self.debias_keep, self._host_generator(generator))
+        return neumann_tail(layer, noise, terms=terms, keep=self.debias_keep)
+
+    def _host_generator(self, generator: torch.Generator | None) -> torch.Generator | None:
+        """A new one for each use, for what the host must know and must not wait for a device's generator to tell.
+
+        It follows from the given one's seed, but not from that alone: it must not repeat the noise that comes from there, nor
+        itself, from layer to layer or from step to step.
+        """
+        if generator is None:
+            return None
+        self._uses += 1
+        words = (generator.initial_seed() % 2**64, self._host_steps, self._uses)
+        seed = int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
+        return torch.Generator().manual_seed(seed >> 1)
 
 
 def _positive(who: str, name: str, value: float, *, zero: bool = False) -> float:

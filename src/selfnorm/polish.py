@@ -7,7 +7,7 @@ alone. It moves R, never W, and costs what it costs once every so many steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -26,26 +26,47 @@ LARGEST = 4096  # rows of a T(w) to factorise
 @torch.no_grad()
 def polish_inverse(layer: SelfNormLayer, method: str, generator: torch.Generator | None = None) -> None:
     """Move a layer's R towards W⁻¹ by a method of `POLISHES`, in place."""
-    layer.weight_inv.copy_(POLISHES[method](layer, generator))
+    with torch.autocast(layer.weight.device.type, enabled=False):  # which would round R to half precision
+        layer.weight_inv.copy_(POLISHES[method](layer, generator))
 
 
-def expect_polish(layer: SelfNormLayer, method: str) -> None:
-    """Refuse a method that there is not, or that does not suit the layer."""
+def expect_polish(method: str, layers: Iterable[SelfNormLayer]) -> None:
+    """Refuse a method that there is not, or that does not suit one of the layers."""
     if method not in POLISHES:
         raise ValueError(f"polish: expected one of {', '.join(POLISHES)}, got {method!r}")
-    if method in ("newton-schulz", "low-rank") and _is_kernel(layer):
+    kernels = [layer for layer in layers if _is_kernel(layer)]
+    if kernels and method in ("newton-schulz", "low-rank"):
         raise ValueError(
-            f"polish: expected least-squares or tap-mean for {describe(layer)}, whose learned inverse is a kernel and not a "
+            f"polish: expected least-squares or tap-mean for {describe(kernels[0])}, whose learned inverse is a kernel and not a "
             f"matrix, got {method}"
         )
 
 
+def expect_tap_mean(layer: SelfNormLayer) -> None:
+    """Refuse a tap-mean for a layer whose images are not known, or too large."""
+    if not isinstance(layer, SelfNormConv2d) or not _is_kernel(layer):
+        return
+    if not layer.example_shape:
+        raise ValueError(
+            f"{describe(layer)}: expected to know the image's size for a tap-mean, got none; call surrogate(x) first"
+        )
+    groups = layer.geometry.groups
+    if math.prod(layer.example_shape) // groups > LARGEST:
+        size = "×".join(map(str, layer.example_shape))
+        raise ValueError(
+            f"{describe(layer)}: expected images of at most {LARGEST} dimensions a group for a tap-mean, which factorises T(w), "
+            f"got {size} in {groups}; use polish=least-squares"
+        )
+
+
 def _newton_schulz(layer: SelfNormLayer, generator: torch.Generator | None) -> Tensor:
-    """R(2I − WR): squares the error I − WR where that is a contraction. 4D³ operations."""
+    """R(2I − WR): squares the error I − WR. An R that is further off than 1 it would make worse, and leaves. 4D³ operations."""
     W, R = _blocks(layer)
     error = -(W @ R)
     error.diagonal(dim1=-2, dim2=-1).add_(1)
-    return torch.stack([newton_schulz(*pair) for pair in zip(R, error, strict=True)]).reshape(layer.weight_inv.shape)
+    near = torch.linalg.matrix_norm(error, keepdim=True) < 1
+    polished = torch.stack([newton_schulz(*pair) for pair in zip(R, error, strict=True)])
+    return torch.where(near, polished, R).reshape(layer.weight_inv.shape)
 
 
 def _low_rank(layer: SelfNormLayer, generator: torch.Generator | None) -> Tensor:
@@ -86,20 +107,11 @@ def _tap_mean(layer: SelfNormLayer, generator: torch.Generator | None) -> Tensor
     T(r)ᵀ, as w sees it, is then T(w)⁻ᵀ, border and all: the log-determinant's gradient is the exact one. As an inverse r is no
     better for it.
     """
-    if not _is_kernel(layer):
+    expect_tap_mean(layer)
+    if not isinstance(layer, SelfNormConv2d) or not _is_kernel(layer):
         return layer.inverse_of(widen(layer.weight))
-    assert isinstance(layer, SelfNormConv2d)
-    if not layer.example_shape:
-        raise ValueError(
-            f"{describe(layer)}: expected to know the image's size for a tap-mean, got none; call surrogate(x) first"
-        )
     channels, height, width = layer.example_shape
     geometry, size, kernel_size = layer.geometry, (height, width), layer.inverse_kernel_size
-    if channels // geometry.groups * height * width > LARGEST:
-        raise ValueError(
-            f"{describe(layer)}: expected images of at most {LARGEST} dimensions a group for a tap-mean, which factorises T(w), "
-            f"got {channels}×{height}×{width} in {geometry.groups}; use polish=least-squares"
-        )
     inverse = invert(describe(layer), widen(layer.weight), ZeroPadded((channels, height, width), geometry))
     counts = tap_counts(kernel_size, size, geometry, inverse.device).clamp(min=1)  # a tap that no pixel uses has a sum of 0
     return tap_sums(inverse, kernel_size, size, geometry) / counts

@@ -74,13 +74,12 @@ class Recipe:
         for name, allowed in _LIMITS.items():
             value = getattr(self, name)
             if value is not None and not (allowed[0] <= value <= allowed[1]):
-                span = f"at least {allowed[0]}" if allowed[1] == math.inf else f"in [{allowed[0]}, {allowed[1]}]"
-                raise ValueError(f"recipe {self.name}: expected {name} {span}, got {value}")
+                raise ValueError(f"recipe {self.name}: expected {name} {_spanned(*allowed)}, got {value}")
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"recipe {self.name}: expected a finite {name}, got {value}")
 
 
-_TINY = math.ulp(0.0)
+_TINY, _BELOW_ONE = math.ulp(0.0), math.nextafter(1.0, 0.0)  # for ranges without their ends
 _LARGE = 65_536  # of a size or a number of layers; a damaged recipe may ask for more than memory or patience hold
 _LIMITS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("jitter", "weight", "tolerance", "damping", "probes", "debias", "warmup_epochs"), (0, math.inf)),
@@ -94,11 +93,17 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "init_examples": (2, math.inf),
     "levels": (2, 256),
     "decay": (0, 1),
-    "debias_keep": (_TINY, 1 - math.ulp(0.5)),
+    "debias_keep": (_TINY, _BELOW_ONE),
 }
 
 
 _TYPES: dict[str, Any] = get_type_hints(Recipe)
+
+
+def _spanned(low: float, high: float) -> str:
+    if high == math.inf:
+        return "above 0" if low == _TINY else f"at least {low}"
+    return "between 0 and 1, neither included" if (low, high) == (_TINY, _BELOW_ONE) else f"in [{low}, {high}]"
 
 
 def override(recipe: Recipe, settings: Iterable[str]) -> Recipe:

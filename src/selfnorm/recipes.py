@@ -145,6 +145,7 @@ RECIPES: dict[str, Recipe] = {
     )
 }
 DEFAULT = _DIGITS_FC.name
+TWINS = ("selfnorm", "tracked", "sketch", "relative", "lu")  # kinds whose map an exact layer has, too
 
 
 def find_recipe(name: str) -> Recipe:
@@ -244,6 +245,12 @@ def build_loss(recipe: Recipe, flow: Flow) -> Loss:
             debias=recipe.debias,
             debias_keep=recipe.debias_keep,
         )
+
+
+def idle_settings(recipe: Recipe) -> list[str]:
+    """The settings of a recipe that are there for learned inverses, where there are none."""
+    settings = ("probes", "symmetric", "polish", "debias")
+    return [] if recipe.kind == "selfnorm" else [name for name in settings if getattr(recipe, name)]
 
 
 def _given(**options: float | None) -> dict[str, Any]:

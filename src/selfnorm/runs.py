@@ -174,7 +174,7 @@ def _finish(trainer: Trainer, folder: RunFolder, report: Report | None, memory: 
         write_text(folder.result, json_text(asdict(result), indent=2) + "\n")
         # Last, since what can go wrong with a picture must not cost the figures.
         if records:
-            figures.curves(folder.curves, records, flow.reconstruction_names)
+            figures.curves(folder.curves, records, flow.reconstruction_names, exact=flow.surrogate_is_exact)
         draw_samples(folder.samples, flow, trainer.train, dataset.columns)
     if report:
         report({"kind": "result", "folder": str(folder.path), **asdict(result)})

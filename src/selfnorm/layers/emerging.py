@@ -82,8 +82,13 @@ class AutoregressiveConv2d(Bijection):
         log_det = -self._exact_log_det(z)
         if z.shape[0] == 0:
             return z, log_det  # there is nothing to solve
-        x = AutoregressiveSolve.apply(widen(z - self._broadcast_bias()), widen(self._kernel()), self.mirrored, self.mask)
-        return x.to(z), log_det
+        x = AutoregressiveSolve.apply(widen(z - self._broadcast_bias()), widen(self._kernel()), self.mirrored, self.mask).to(z)
+        if not torch.isfinite(x.sum()) and torch.isfinite(z.sum()) and torch.isfinite(self.weight.sum()):
+            raise ValueError(
+                f"{describe(self)}: expected an inverse that {z.dtype} can hold, got non-finite values from finite ones: the "
+                "taps beside the centre outweigh it, and errors grow exponentially along the image"
+            )
+        return x, log_det
 
     @in_full_precision
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from selfnorm.bijection import Bijection, Chain, Surrogate
+from selfnorm.bijection import Bijection, Chain, Surrogate, located
 from selfnorm.checks import count, expect_like, expect_shape
 from selfnorm.convmatrix import Geometry, convolve
+from selfnorm.inverses import widen
 from selfnorm.layers.exact import Conv1x1
 from selfnorm.layers.linear import in_full_precision, odd_kernel
 
@@ -33,6 +34,8 @@ class ConvExponential(Bijection):
     >>> bool(torch.allclose(layer.inverse(z)[0], x, atol=1e-5))
     True
     """
+
+    surrogate_is_exact = False
 
     def __init__(self, channels: int, kernel_size: int | Sequence[int] = 3) -> None:
         super().__init__()
@@ -79,8 +82,8 @@ class ExpConv2d(Chain):
     """
 
     def __init__(self, channels: int, kernel_size: int | Sequence[int] = 3, mix: bool = True) -> None:
-        exponential = ConvExponential(channels, kernel_size)
-        super().__init__(*([Conv1x1(channels)] if mix else []), exponential)
+        with located(type(self).__name__):
+            super().__init__(*([Conv1x1(channels)] if mix else []), ConvExponential(channels, kernel_size))
 
 
 def norm_bound(w: Tensor, size: tuple[int, int], squarings: int = 8) -> Tensor:
@@ -136,4 +139,4 @@ def _exponential(x: Tensor, k: Tensor, terms: int) -> Tensor:
 def _log_det(x: Tensor, k: Tensor) -> Tensor:
     """tr T(k) for each example of x: the kernel's centre acts on every pixel, its other taps on none's own value."""
     centre = k[:, :, k.shape[2] // 2, k.shape[3] // 2]
-    return (x.shape[2] * x.shape[3] * centre.diagonal().sum()).repeat(x.shape[0])
+    return (x.shape[2] * x.shape[3] * widen(centre.diagonal()).sum()).to(x).repeat(x.shape[0])

@@ -150,8 +150,10 @@ class Split(Bijection):
             self.prior.initialize(leave, context=stay)
 
     def after_step(self, *, generator: torch.Generator | None = None) -> None:
-        self.rest.after_step(generator=generator)
-        self.prior.after_step(generator=generator)
+        with located("rest"):
+            self.rest.after_step(generator=generator)
+        with located("prior"):
+            self.prior.after_step(generator=generator)
 
     def _halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if x.dim() < 2 or x.shape[1] % 2:

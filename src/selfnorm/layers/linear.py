@@ -32,6 +32,19 @@ def in_full_precision(method: Method) -> Method:
     return cast(Method, run)
 
 
+def backward_in_full_precision(backward: Method) -> Method:
+    """The same for the backward pass of a function, which a loss may be sent through inside of autocast."""
+
+    @wraps(backward)
+    def run(ctx: Any, *gradients: Tensor) -> Any:
+        if not torch.is_autocast_enabled(gradients[0].device.type):
+            return backward(ctx, *gradients)
+        with torch.autocast(gradients[0].device.type, enabled=False):
+            return backward(ctx, *gradients)
+
+    return cast(Method, run)
+
+
 def refuse_second_derivative() -> None:
     """Call in the backward pass of a surrogate."""
     if torch.is_grad_enabled():  # only so in a backward pass with create_graph=True

@@ -70,7 +70,7 @@ class LULinear(Bijection):
         return torch.linalg.solve_triangular(upper, half, upper=True).mT.to(z), -self._log_det(z)
 
     def _log_det(self, x: Tensor) -> Tensor:
-        return self.factors.diagonal().sum().repeat(x.shape[0])
+        return widen(self.factors.diagonal()).sum().to(x).repeat(x.shape[0])
 
     def _triangles(self, factors: Tensor) -> tuple[Tensor, Tensor]:
         diagonal = self.signs.to(factors) * factors.diagonal().exp()

@@ -19,7 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selfnorm.bijection import Surrogate
-from selfnorm.layers.linear import DenseMap, drop_kept_inverse, in_full_precision, refuse_second_derivative
+from selfnorm.layers.linear import (
+    DenseMap,
+    backward_in_full_precision,
+    drop_kept_inverse,
+    in_full_precision,
+    refuse_second_derivative,
+)
 
 
 class RelativeLinear(DenseMap):
@@ -34,6 +40,8 @@ class RelativeLinear(DenseMap):
     >>> z.shape, log_det.shape
     (torch.Size([5, 3]), torch.Size([5]))
     """
+
+    surrogate_is_exact = False
 
     @in_full_precision
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
@@ -56,10 +64,11 @@ class _RelativeLinear(torch.autograd.Function):
         return z, x.new_zeros(x.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    @backward_in_full_precision
+    def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
         refuse_second_derivative()
         z, W, b = ctx.saved_tensors
         scale = grad_log_det.sum()
         grad_W = (scale * W).addmm_(grad_z.mT, z @ W)
         grad_b = None if b is None else grad_z.mT @ (z @ b + 1) + scale * b
-        return grad_z @ W, grad_W, grad_b
+        return grad_z @ W if ctx.needs_input_grad[0] else None, grad_W, grad_b

@@ -32,14 +32,22 @@ from selfnorm.convmatrix import (
     resize_kernel,
     tap_counts,
 )
-from selfnorm.inverses import invert
+from selfnorm.inverses import invert, transposed
 from selfnorm.layers.kept import KeptInverse
-from selfnorm.layers.linear import ConvMap, DenseMap, in_full_precision, odd_kernel, refuse_second_derivative
+from selfnorm.layers.linear import (
+    ConvMap,
+    DenseMap,
+    backward_in_full_precision,
+    in_full_precision,
+    odd_kernel,
+    refuse_second_derivative,
+)
 
 
 class _LearnedInverse(KeptInverse):
     """Training of W and R together, whatever their shape. Abstract."""
 
+    surrogate_is_exact = False
     # Whether the reconstruction is the mean of ‖RWx − x‖² and ‖WRz − z‖² instead of the former alone. A choice of the loss's.
     symmetric = False
     # Of the last batch that `surrogate` saw: what white-noise probes must look like. Not state, a convolution takes any size.
@@ -157,6 +165,7 @@ class _SelfNormLinear(torch.autograd.Function):
         return z, x.new_zeros(x.shape[0]), error.square().sum(1, keepdim=True)
 
     @staticmethod
+    @backward_in_full_precision
     def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor, grad_reconstruction: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         refuse_second_derivative()
         x, z, error, W, R = ctx.saved_tensors
@@ -166,11 +175,6 @@ class _SelfNormLinear(torch.autograd.Function):
         grad_W = transposed(R).mul_(half).addmm_(torch.addmm(grad_z, grad_error, R, beta=0.5).mT, x)
         grad_R = transposed(W).mul_(-half).addmm_((grad_error - grad_x / 2).mT, z)
         return grad_x, grad_W, grad_R
-
-
-def transposed(matrix: Tensor) -> Tensor:
-    """A transposed copy. Copying works in tiles; arithmetic across the grain of memory would cost more than a product."""
-    return matrix.mT.clone(memory_format=torch.contiguous_format)
 
 
 class _SelfNormConv2d(torch.autograd.Function):
@@ -192,6 +196,7 @@ class _SelfNormConv2d(torch.autograd.Function):
         return z, x.new_zeros(x.shape[0]), error.square().sum((1, 2, 3))[:, None]
 
     @staticmethod
+    @backward_in_full_precision
     def backward(
         ctx: Any, grad_z: Tensor, grad_log_det: Tensor, grad_reconstruction: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, None, None, None]:

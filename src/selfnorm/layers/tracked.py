@@ -21,10 +21,9 @@ from selfnorm.bijection import Surrogate
 from selfnorm.blocks import Dense
 from selfnorm.checks import count, describe, expect_shape, pair
 from selfnorm.convmatrix import tap_sums
-from selfnorm.inverses import invert, newton_schulz, sketch_and_project, widen
+from selfnorm.inverses import invert, newton_schulz, sketch_and_project, transposed, widen
 from selfnorm.layers.kept import KeptInverse
-from selfnorm.layers.linear import ConvMap, DenseMap, in_full_precision, refuse_second_derivative
-from selfnorm.layers.selfnorm import transposed
+from selfnorm.layers.linear import ConvMap, DenseMap, backward_in_full_precision, in_full_precision, refuse_second_derivative
 
 Tracker = Literal["newton-schulz", "sketch"]
 LARGEST = 4096  # rows of a T(w) whose inverse is kept dense: 64 MiB in float32
@@ -33,10 +32,11 @@ LARGEST = 4096  # rows of a T(w) whose inverse is kept dense: 64 MiB in float32
 class _Tracked(KeptInverse):
     """What tracking is, whatever the shape of W: R is the dense inverse (m, m) of the one block that W is made of. Abstract.
 
-    Buffers: weight_inv (m, m); fallbacks, how often R had to be factorised anew; residual, ‖I − WR‖_F as the last `after_step`
-    found it, before it mended R (for sketching an estimate).
+    Buffers: weight_inv (m, m); fallbacks, how often R had to be factorised anew; residual, ‖I − WR‖_F as the last
+    `after_step` found it, before R followed (for sketching an estimate), and 0 after a factorisation.
     """
 
+    surrogate_is_exact = False
     tracker: Tracker
     rank: int
     fallbacks: Tensor
@@ -85,9 +85,10 @@ class _Tracked(KeptInverse):
         return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
 
     def after_step(self, *, generator: torch.Generator | None = None) -> None:
-        """Let R follow W, and where it cannot, factorise. Reads the device."""
-        self.track(generator=generator)
-        self.settle()
+        """Let R follow W, and where it cannot, factorise. Reads the device, at each step: an R that is lost is no gradient."""
+        with torch.autocast(self.weight.device.type, enabled=False):  # which would round R to half precision
+            self.track(generator=generator)
+            self.settle()
 
     @torch.no_grad()
     def track(self, *, generator: torch.Generator | None = None) -> None:
@@ -120,8 +121,8 @@ class _Tracked(KeptInverse):
         if int(self.fallbacks) == 1:
             warnings.warn(
                 f"{describe(self)}: ‖I − WR‖ was {residual:.2g} after a step, above {self.largest_residual:.2g}, where "
-                f"{self.tracker} does not keep up; R was factorised anew. From now on only counted, in .fallbacks; a smaller "
-                "learning rate makes it rare",
+                f"{self.tracker} does not keep up; R was factorised anew. From now on only counted, in .fallbacks. If it is "
+                "often, the learning rate is too large, or W too ill-conditioned for its precision",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -139,7 +140,7 @@ class TrackedLinear(_Tracked, DenseMap):
 
     tracker:  "newton-schulz", 4D³ operations a step in two matrix products, or "sketch", 6τD² with τ = `rank`, D/8 by default.
     Parameters: weight (D, D), bias (D,), those of `ExactLinear`. Buffers: weight_inv (D, D), fallbacks. Call `after_step()` after
-    each optimiser step. `forward` and `inverse` are exact.
+    each optimiser step, and after any other change of the weight, such as by averaging. `forward` and `inverse` are exact.
 
     >>> layer = TrackedLinear(3)
     >>> with torch.no_grad():
@@ -243,6 +244,7 @@ class _LogDetOfTracked(torch.autograd.Function):
         return R.new_zeros(examples)
 
     @staticmethod
+    @backward_in_full_precision
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         refuse_second_derivative()
         (R,) = ctx.saved_tensors

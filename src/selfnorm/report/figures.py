@@ -97,11 +97,12 @@ def sample_scatter(path: str | Path, learned: Tensor, exact: Tensor, data: Tenso
     write(path, png(rendered(figure)))
 
 
-def curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> None:
+def curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Sequence[str] = (), *, exact: bool = False) -> None:
     """The course of a run, from its metrics: validation NLL, training loss, each layer's reconstruction, and λ if it varies.
 
     records:  those of kind "validation" (epoch, nll) and "epoch" (epoch, surrogate; reconstruction and weight by layer).
     names:    of the layers, for the legend; with more than 6 layers colour runs from the first to the last instead.
+    exact:    whether the training loss is a likelihood, or only has the right gradient.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -131,9 +132,7 @@ def curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Sequen
     if panels[1]:
         ax = next(axes)
         _robust_line(ax, at, loss)
-        # With no learned inverse there is nothing that the surrogate leaves out.
-        title = "surrogate training loss (not a likelihood)" if reconstruction.size else "exact training NLL"
-        ax.set(title=title, ylabel="nats")
+        ax.set(title="exact training NLL" if exact else "surrogate training loss (not a likelihood)", ylabel="nats")
     if panels[2]:
         ax = next(axes)
         _layer_lines(ax, at, reconstruction, names)
@@ -156,12 +155,14 @@ def curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Sequen
     write(path, png(rendered(figure)))
 
 
-def courses(path: str | Path, lines: Mapping[str, Sequence[Sequence[tuple[float, float | None]]]]) -> None:
+def courses(path: str | Path, title: str, lines: Mapping[str, Sequence[Sequence[tuple[float, float | None]]]]) -> None:
     """Exact validation NLL against seconds of training: by label one or several runs, each as (seconds, NLL), in one colour.
 
     Of several runs the mean is drawn, as far as all of them go, and each of them faintly behind it. The axis leaves out each
     run's wild start, and time is logarithmic if the runs took very different times.
     """
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
     figure = new_figure(8.2, 4.2)
     ax = figure.add_subplot()
     drawn = []
@@ -187,9 +188,16 @@ def courses(path: str | Path, lines: Mapping[str, Sequence[Sequence[tuple[float,
     if min(ends) > 0 and max(ends) > 5 * min(ends):
         seen = [seconds[(nll <= top) & (seconds > 0)] for seconds, nll in drawn]
         ax.set(xscale="log", xlim=(0.7 * min((times[0] for times in seen if len(times)), default=min(ends)), 1.3 * max(ends)))
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        ax.xaxis.set_minor_formatter(NullFormatter())
     else:
         ax.set_xlim(left=0)
-    ax.set(title="exact validation NLL", xlabel="seconds of training", ylabel="nats")
+    for line in ax.get_lines():
+        values = np.asarray(line.get_ydata(), dtype=float)
+        if not str(line.get_label()).startswith("_") and not (values <= top).any():
+            line.set_label(f"{line.get_label()}, above the picture")
+    ax.set(title=title, xlabel="seconds of training", ylabel="exact validation NLL, nats")
     ax.grid(color="0.9")
     ax.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)

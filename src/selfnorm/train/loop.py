@@ -14,7 +14,6 @@ from selfnorm.data.batches import Examples, TrainingBatches
 from selfnorm.data.dataset import Dataset, fingerprint
 from selfnorm.evaluate import Likelihood, likelihood
 from selfnorm.flow import Flow
-from selfnorm.inverses import SingularWeightError
 from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
 from selfnorm.neumann import InfiniteVarianceError
 from selfnorm.recipe import Recipe
@@ -166,7 +165,9 @@ class Trainer:
                 self._epoch_at = time.monotonic()
             try:
                 metrics = self._step(epoch, index, rate)
-            except (SingularWeightError, InfiniteVarianceError) as error:  # from what looks at weights after the step
+            except ValueError as error:  # from what looks at the weights after the step
+                if progress.step == 0 and not isinstance(error, InfiniteVarianceError):
+                    raise  # nothing was trained that could have diverged
                 self._diverge(f"at epoch {epoch + 1}, step {index + 1}: {error}")
                 continue
             self._surrogate += metrics.surrogate
@@ -256,11 +257,7 @@ class Trainer:
         """Go back to the best checkpoint with ten times the λ, if the recipe says so and λ can help; else `DivergedError`."""
         progress, weight = self.progress, self.loss.penalty.weight.clone()
         if self.recipe.on_divergence == "stop" or progress.rollbacks >= MAX_ROLLBACKS or not (weight > 0).any():
-            raise DivergedError(
-                f"{self.recipe.name} diverged: {reason}. Try a larger weight (λ is {self._weights()}), a gradient clip, a "
-                "smaller learning_rate, or --on-divergence rollback"
-                + (f" ({progress.rollbacks} rollbacks did not help)" if progress.rollbacks else "")
-            )
+            raise DivergedError(f"{self.recipe.name} diverged: {reason}. {self._advice()}")
         rollbacks, seconds = progress.rollbacks + 1, progress.seconds
         self._restore(self.best())
         progress.rollbacks, progress.seconds = rollbacks, seconds
@@ -272,9 +269,15 @@ class Trainer:
         self._good = self._capture()
         self._write(self._good)
 
-    def _weights(self) -> str:
-        weights = self.loss.penalty.weight.tolist()
-        return ", ".join(f"{weight:g}" for weight in sorted(set(weights))[:3]) or "not in use: no layer learns its inverse"
+    def _advice(self) -> str:
+        weights = sorted(set(self.loss.penalty.weight.tolist()))
+        if not weights:
+            return "Try a gradient clip or a smaller learning_rate; no layer learns its inverse, so a rollback has no λ to raise"
+        rollbacks = self.progress.rollbacks
+        return (
+            f"Try a larger weight (λ is {', '.join(f'{weight:g}' for weight in weights[:3])}), a gradient clip, a smaller "
+            "learning_rate, or --on-divergence rollback" + (f" ({rollbacks} rollbacks did not help)" if rollbacks else "")
+        )
 
     def _log(self, kind: str, **facts: Any) -> None:
         now = time.monotonic()

@@ -12,7 +12,8 @@ from selfnorm.objective import Loss, Metrics
 
 
 class Step(Protocol):
-    """Takes step after step. Never reads the device: what went wrong is told by `failed`, which the loop reads when it likes.
+    """Takes step after step. What went wrong is told by `failed`, which the loop reads when it likes: the step itself never reads
+    the device, but for what layers and loss do in `after_step`, which may also raise a `ValueError` that names a layer.
 
     failed:  a float tensor, 0, or 1 from the first step on that had a non-finite loss or gradient. That step and those after it
              change no weight, so that the weights are still those that failed.

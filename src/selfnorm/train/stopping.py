@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any
+
+# In the environment: the id of the process without which this one is to stop.
+PARENT = "SELFNORM_PARENT"
 
 
 class StoppedError(Exception):
@@ -32,6 +36,7 @@ class StopRequests:
     def __init__(self) -> None:
         self._requested: int | None = None
         self._previous: dict[int, Any] = {}
+        self._parent = os.environ.get(PARENT)
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
@@ -51,6 +56,8 @@ class StopRequests:
         self._restore()
 
     def check(self) -> None:
-        """Raise `StoppedError` if a signal came."""
+        """Raise `StoppedError` if a signal came, or the process for which this one works is gone."""
+        if self._parent is not None and self._requested is None and str(os.getppid()) != self._parent:
+            self._note(signal.SIGTERM, None)
         if self._requested is not None:
             raise StoppedError(self._requested)
