@@ -76,7 +76,7 @@ def test_a_comparison_agrees_with_its_runs(compared):
 
 def test_a_comparison_can_be_put_among_the_results(compared, tmp_path):
     stored = json.loads((compared[0] / "comparison.json").read_text())
-    assert stored["title"] == "2 fc recipes on digits" and len(stored["rows"]) == 2
+    assert stored["title"] == "2 fc recipes on digits, 2 epochs" and len(stored["rows"]) == 2
     assert stored["provenance"]["epochs"] == "2" and stored["provenance"]["machine"].endswith("1 thread")
     assert all(isinstance(cell, int | float) for row in stored["rows"] for cell in row[1:])
     shutil.copy(compared[0] / "comparison.json", tmp_path)

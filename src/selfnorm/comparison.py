@@ -117,7 +117,9 @@ class Comparison:
         names = len({run.planned.recipe.name for run in self.runs})
         models = {run.planned.recipe.model for run in self.runs}
         model = f"{models.pop()} " if len(models) == 1 else ""
-        return f"{names} {model}recipe{'s' * (names > 1)} on {Path(data).name}"
+        epochs = {run.planned.recipe.epochs for run in self.runs}
+        length = f", {(most := epochs.pop())} epoch{'s' * (most > 1)}" if len(epochs) == 1 else ""
+        return f"{names} {model}recipe{'s' * (names > 1)} on {Path(data).name}{length}"
 
     @property
     def about(self) -> str:
