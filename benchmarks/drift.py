@@ -85,7 +85,8 @@ def main() -> None:
         ),
         columns=["R is held by", *(f"epoch {epoch}" for epoch in looks[1::2]), "log-det angle, °", "NLL", "seconds"],
         rows=rows,
-        provenance=provenance(command="python benchmarks/drift.py") | {"epochs": f"{chosen.epochs}"},
+        provenance=provenance(command=f"python benchmarks/drift.py --epochs {chosen.epochs} --workers {chosen.workers}")
+        | {"epochs": f"{chosen.epochs}"},
     )
 
 

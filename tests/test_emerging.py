@@ -283,3 +283,12 @@ def test_bad_arguments_are_refused_by_name(arguments, options, message):
 def test_another_dtype_is_refused_by_name():
     with pytest.raises(ValueError, match=r"AutoregressiveConv2d\(2, .*\): expected torch.float64 on cpu, got torch.float32"):
         AutoregressiveConv2d(2)(torch.randn(2, 2, 3, 3).float())
+
+
+def test_a_substitution_that_overflows_is_not_blamed_on_its_input():
+    layer = AutoregressiveConv2d(1, 3)
+    with torch.no_grad():
+        layer.weight.fill_(1e9)
+        layer.weight[0, 0, 1, 1] = 1.0
+    with pytest.raises(ValueError, match=r"AutoregressiveConv2d\(1.*taps beside the centre outweigh it"):
+        layer.inverse(torch.ones(1, 1, 40, 40))

@@ -12,10 +12,12 @@ import torch
 
 from commandline import SHORT, fails, invoke, ok
 from selfnorm.data.dataset import Dataset, fingerprint
-from selfnorm.runs import free_path
+from selfnorm.runs import free_path, start_run
 from selfnorm.train.checkpoint import read, save
 from selfnorm.train.folder import RunFolder
 from selfnorm.trained import Scores, Trained
+from small_runs import SMALL
+from small_runs import digits as digits_recipe
 
 
 @pytest.fixture
@@ -238,3 +240,16 @@ def test_half_written_files_of_others_are_left(digits):
     folder.sweep()
     assert not own.exists()
     assert other.exists()
+
+
+@pytest.mark.parametrize(("kind", "exact"), [("tracked", False), ("lu", True)])
+def test_a_run_knows_whether_its_training_loss_is_a_likelihood(tmp_path, monkeypatch, kind, exact):
+    found = []
+    monkeypatch.setattr("selfnorm.report.figures.curves", lambda *args, exact: found.append(exact))
+    start_run(digits_recipe(*SMALL, f"kind={kind}"), tmp_path / "run")
+    assert found == [exact]
+
+
+def test_a_twin_has_the_same_map():
+    for recipe, said in (("digits-conv-emerging", "whose map is another"), ("digits-fc-exact", "an exact twin itself")):
+        assert said in fails("train", recipe, "--twin", "--set", "epochs=1")

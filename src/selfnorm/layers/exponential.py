@@ -96,8 +96,8 @@ def norm_bound(w: Tensor, size: tuple[int, int], squarings: int = 8) -> Tensor:
     it is matrix products: O(HW·C³).
 
     Power iteration, which others use, finds lower bounds, and slowly, since the largest singular values lie close together.
-    When Adam at 1e-3 drove a kernel against the limit, the norm stood up to 20 % above it with 1 iteration after each step and
-    up to 6 % with 16; held by this bound, it stood 0.2 to 4 % below.
+    When Adam at 1e-3 drove a kernel against the limit, the norm stood up to 14 % above it with 1 iteration after each step and
+    up to 4 % with 16; held by this bound, it stood 1 to 2 % below (`benchmarks/norm.py`).
     """
     sides = [max(side + taps // 2, taps) for side, taps in zip(size, w.shape[2:], strict=True)]
     # Half of the frequencies: the others' symbols are complex conjugates. That the kernel's centre is not at 0 is but a phase.
