@@ -1,5 +1,6 @@
 """Tests run in float64, from a fixed seed, on the CPU and on whatever accelerator is present."""
 
+import os
 import warnings
 from contextlib import contextmanager
 
@@ -7,10 +8,13 @@ import pytest
 import torch
 
 from commandline import SHORT, numbers, ok, write_csv
+from selfnorm.kernels.dispatch import used_on
 
 ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
-
+# Where there is no GPU, Triton runs kernels in Python. It must know before any of them is imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 # The tests' tensors are tiny: more threads would only wait for each other, at length where a core is busy elsewhere.
 torch.set_num_threads(1)
 # torch lets cuDNN round float32 convolutions to TF32 unless told otherwise; float32 tests mean float32.
@@ -33,6 +37,14 @@ def device(request):
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and ACCELERATOR is None:
         pytest.skip("needs an accelerator")
+
+
+@pytest.fixture
+def kernels(device):
+    """Kernels are used on the device, if need be step by step in Python."""
+    pytest.importorskip("triton")
+    with used_on(device.type):
+        yield
 
 
 @pytest.fixture

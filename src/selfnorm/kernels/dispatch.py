@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -11,39 +10,34 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_enabled = True
+_devices: tuple[str, ...] = ("cuda",)  # where kernels are used
 
 
 @contextmanager
-def plain() -> Iterator[None]:
-    """No kernels inside: everything in plain PyTorch, as on a CPU. What the kernels are compared with."""
-    global _enabled
-    before, _enabled = _enabled, False
+def used_on(*devices: str) -> Iterator[None]:
+    """Kernels on these kinds of devices alone. On none, all is plain PyTorch, which the kernels are compared with.
+
+    On the CPU they run if Triton was imported with TRITON_INTERPRET=1 set: step by step, in Python, for tests.
+    """
+    global _devices
+    before, _devices = _devices, devices
     try:
         yield
     finally:
-        _enabled = before
+        _devices = before
 
 
 def usable(*tensors: Tensor | None) -> bool:
-    """Whether kernels can work on these tensors: float32 on one CUDA device, and nobody traces or transforms the call.
-
-    With TRITON_INTERPRET=1, which makes Triton run kernels step by step in Python, tensors on the CPU will do.
-    """
+    """Whether kernels can work on these tensors: float32 on one CUDA device, and nobody traces or transforms the call."""
     given = [tensor for tensor in tensors if tensor is not None]
     device = given[0].device
     return (
-        _enabled
-        and (device.type == "cuda" or (device.type == "cpu" and interpreted()))
+        device.type in _devices
         and all(tensor.device == device and tensor.dtype == torch.float32 and tensor.numel() > 0 for tensor in given)
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
         and triton_is_there()
     )
-
-
-def interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @cache
