@@ -138,14 +138,14 @@ class Chain(Bijection):
         return z, total
 
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
-        total = x.new_zeros(x.shape[0])
-        columns = [x.new_zeros(x.shape[0], 0)]
+        log_dets, columns = [], [x.new_zeros(x.shape[0], 0)]
         for index, layer in enumerate(self):
             with located(f"layer {index}"):
                 x, log_det, reconstruction = layer.surrogate(x, context=context)
-            total = total + log_det
+            log_dets.append(log_det)
             if reconstruction.shape[1]:
                 columns.append(reconstruction)
+        total = torch.stack(log_dets).sum(0) if log_dets else x.new_zeros(x.shape[0])
         return Surrogate(x, total, torch.cat(columns, dim=1))
 
     def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:

@@ -23,6 +23,7 @@ from selfnorm.command import (
     Output,
     Part,
     Quiet,
+    Rounding,
     RunFolderOption,
     RunPath,
     Seed,
@@ -207,6 +208,9 @@ def evaluate(
     run: RunPath,
     part: Annotated[Part, typer.Option(help="Which part of the run's data.")] = Part.test,
     samples: Annotated[int | None, typer.Option(min=1, help="Dequantisation samples; by default the recipe's.")] = None,
+    precision: Annotated[
+        Rounding, typer.Option(help="Of the products, on a GPU: to see what training in another one costs.")
+    ] = Rounding.float32,
     data: DataDir = None,
     device: Device = "auto",
     json: Json = False,
@@ -214,7 +218,7 @@ def evaluate(
 ) -> None:
     """The exact likelihood of a run's best weights on its data."""
     trained = Trained.open(run, the_device(device))
-    found = trained.evaluate(part.value, samples, _folder(data))
+    found = trained.evaluate(part.value, samples, _folder(data), precision.value)
     if json:
         print_json({"run": str(run), "part": part.value, **asdict(found)})
     else:

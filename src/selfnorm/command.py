@@ -43,6 +43,12 @@ class Part(StrEnum):
     test = "test"
 
 
+class Rounding(StrEnum):
+    float32 = "float32"
+    tf32 = "tf32"
+    bf16 = "bf16"
+
+
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or one of its checkpoints.")]
 DataDir = Annotated[Path | None, typer.Option("--data", metavar="DIR", help="Where its files are; else $SELFNORM_DATA.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, …; auto takes an accelerator if there is one.")]

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from selfnorm.data.batches import Examples, generator_for
 from selfnorm.flow import Flow
+from selfnorm.precision import Precision
+from selfnorm.precision import precision as rounded_to
 
 REFERENCES = 10_000
 
@@ -68,10 +70,12 @@ def mean_log_likelihoods(
     samples: int = 1,
     seed: int = 0,
     watch: Callable[[], None] = lambda: None,
+    precision: Precision = "float32",
 ) -> Tensor:
     """The exact log-likelihood of each example, averaged over so many draws of dequantisation noise; real numbers need none.
 
-    watch: called before each batch, so that a long evaluation can be left.
+    watch:      called before each batch, so that a long evaluation can be left.
+    precision:  of the products, whatever training took. What is not float32 moves a likelihood by its rounding.
     """
     draws = 1 if examples.levels is None else samples
 
@@ -80,7 +84,8 @@ def mean_log_likelihoods(
             watch()
             yield x
 
-    return torch.stack([log_likelihoods(flow, watched(draw)) for draw in range(draws)]).mean(0)
+    with rounded_to(precision):
+        return torch.stack([log_likelihoods(flow, watched(draw)) for draw in range(draws)]).mean(0)
 
 
 def likelihood(
@@ -91,9 +96,12 @@ def likelihood(
     samples: int = 1,
     seed: int = 0,
     watch: Callable[[], None] = lambda: None,
+    precision: Precision = "float32",
 ) -> Likelihood:
     """The exact NLL of a set of examples; see `mean_log_likelihoods`."""
-    scores = mean_log_likelihoods(flow, examples, batch_size=batch_size, samples=samples, seed=seed, watch=watch)
+    scores = mean_log_likelihoods(
+        flow, examples, batch_size=batch_size, samples=samples, seed=seed, watch=watch, precision=precision
+    )
     nll = -scores.mean().item()
     error = scores.std().item() / math.sqrt(len(scores)) if len(scores) > 1 else math.inf
     draws = 1 if examples.levels is None else samples

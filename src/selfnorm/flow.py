@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from selfnorm.bijection import Bijection, Surrogate
+from selfnorm.bijection import Bijection, Chain, Surrogate
 from selfnorm.checks import event_shape, expect_finite, expect_float, expect_shape
 
 Inverse = Literal["learned", "exact", "refined"]
@@ -98,6 +98,18 @@ class Flow(nn.Module):
         expect_float("Flow.surrogate", x)
         z, log_det, reconstruction = self.bijection.surrogate(x, context=context)
         return Surrogate(z, self._base_log_prob(z) + log_det, reconstruction)
+
+    def in_two(self) -> tuple[Chain, Flow]:
+        """The leading layers, which have nothing to train, and a flow of the rest; both share what they hold with this one.
+
+        What comes before anything that learns can be computed for many batches at once: the rest's surrogate of what the front
+        makes of x is this flow's surrogate of x, but for the front's log-determinant.
+        """
+        if not isinstance(self.bijection, Chain):
+            return Chain(), self
+        trained = [next(layer.parameters(), None) is not None for layer in self.bijection]
+        front = trained.index(True) if True in trained else len(trained)
+        return Chain(*list(self.bijection)[:front]), Flow(Chain(*list(self.bijection)[front:]), self.base)
 
     def encode(self, x: Tensor, *, context: Tensor | None = None) -> Tensor:
         """x → z, exact."""

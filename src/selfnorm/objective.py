@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from selfnorm.bijection import located
 from selfnorm.checks import count, expect_batch
-from selfnorm.flow import Flow
+from selfnorm.flow import Flow, StandardNormal
+from selfnorm.kernels.dispatch import usable
+from selfnorm.layers.linear import refuse_second_derivative
 from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
 from selfnorm.neumann import draw_terms, expect_finite_variance, expect_probability, neumann_tail, spectral_radius
 from selfnorm.polish import expect_polish, expect_tap_mean, polish_inverse
@@ -205,13 +207,24 @@ class Loss(nn.Module):
         self, x: Tensor, *, context: Tensor | None = None, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Metrics]:
         """The loss of a batch, and its parts; `generator` is what the probes are drawn from."""
+        return self.of(self.flow, x, context=context, generator=generator)
+
+    def of(
+        self, flow: Flow, x: Tensor, *, context: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Metrics]:
+        """The same for what `Flow.in_two` leaves of the flow, whose loss lacks the front's log-determinant."""
         expect_batch(self, x)
         if len(x) == 0:
             raise ValueError("Loss: expected at least one example, got none; there is no mean over nothing")
         layers = self._layers()
         for layer in layers:
             layer.symmetric = self.symmetric  # another loss of the same flow may have it otherwise
-        surrogate = self.flow.surrogate(x, context=context)
+        if self._is_plain(flow, x):
+            z, log_det, reconstruction = flow.bijection.surrogate(x, context=context)
+            dimensions = self._dimensions_of(layers, x)
+            value, parts = _Objective.apply(z, log_det, reconstruction, self.penalty.weight, dimensions)
+            return value, Metrics(parts[0], parts[1:])
+        surrogate = flow.surrogate(x, context=context)
         dimensions = self._dimensions_of(layers, x)
         error = surrogate.reconstruction.mean(0) / dimensions
         if self.probes and layers:
@@ -245,6 +258,11 @@ class Loss(nn.Module):
                 if look:
                     radius = spectral_radius(layer, layer.example_shape, generator=generator)
                     expect_finite_variance(layer, radius, self.debias_keep)
+
+    def _is_plain(self, flow: Flow, x: Tensor) -> bool:
+        """Whether the loss is one that a kernel knows: the paper's, on a standard normal base."""
+        usual = type(self.penalty) is Fixed and type(flow.base) is StandardNormal and not (self.probes or self.debias)
+        return usual and usable(x, self.penalty.weight if len(self.penalty.weight) else None)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -285,6 +303,29 @@ class Loss(nn.Module):
         words = (generator.initial_seed() % 2**64, self._host_steps, self._uses)
         seed = int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
         return torch.Generator().manual_seed(seed >> 1)
+
+
+class _Objective(torch.autograd.Function):
+    """z, log_det (N,), reconstruction (N, K), λ (K,), D (K,) -> the loss; nll and the K errors (1 + K,), without gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, z: Tensor, log_det: Tensor, reconstruction: Tensor, weight: Tensor, dimensions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        from selfnorm.kernels.objective import objective
+
+        ctx.save_for_backward(z, weight)
+        value, parts = objective(z, log_det, reconstruction, weight, dimensions)
+        ctx.mark_non_differentiable(parts)
+        return value, parts
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        from selfnorm.kernels.objective import objective_gradients
+
+        refuse_second_derivative()
+        z, weight = ctx.saved_tensors
+        return *objective_gradients(z, weight, grad), None, None
 
 
 def _positive(who: str, name: str, value: float, *, zero: bool = False) -> float:

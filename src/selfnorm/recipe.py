@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from selfnorm.bijection import located
+from selfnorm.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Recipe:
     warmup_epochs: float = 10.0  # linear from 0, batch by batch
     decay: float = 0.0  # the last part of training over which the learning rate falls linearly to 0
     clip: float | None = None  # of the gradient's norm
+    precision: Precision = "tf32"  # of products in training, on a GPU; bf16 is for coupling networks. Likelihoods are float32
     init_examples: int | None = None  # how many examples data-dependent layers start from; else one batch
     seed: int = 0
     on_divergence: Literal["stop", "rollback"] = "stop"  # or go back to the best, with ten times the weight, up to 3 times

@@ -20,6 +20,7 @@ from selfnorm.data.dataset import fingerprint, is_image
 from selfnorm.evaluate import Likelihood, evaluating, likelihood, mean_log_likelihoods, reference_scores
 from selfnorm.files import replacing
 from selfnorm.flow import Flow, Inverse
+from selfnorm.precision import Precision
 from selfnorm.report import figures
 from selfnorm.train.checkpoint import Checkpoint, checkpoint_in, read
 from selfnorm.train.folder import RunFolder
@@ -54,7 +55,9 @@ class Trained:
             raise ValueError(f"{recipe.data}: expected the data that {self.path} was trained with, got other data there")
         return Examples(getattr(dataset, part), dataset.levels, self.device)
 
-    def evaluate(self, part: str = "test", samples: int | None = None, data_dir: str | None = None) -> Likelihood:
+    def evaluate(
+        self, part: str = "test", samples: int | None = None, data_dir: str | None = None, precision: Precision = "float32"
+    ) -> Likelihood:
         """The exact likelihood of a part of the run's data."""
         recipe = self.checkpoint.recipe
         with threads(recipe.threads):
@@ -64,6 +67,7 @@ class Trained:
                 batch_size=recipe.eval_batch_size,
                 samples=samples or recipe.test_samples,
                 seed=recipe.seed,
+                precision=precision,
             )
 
     def sample(self, n: int, inverse: Inverse, seed: int) -> Tensor:

@@ -1,22 +1,31 @@
 """Batches made where the data lies: gathered, augmented and dequantised on the device, from counters instead of a running state.
 
 Every draw comes from a generator seeded by (seed, purpose, epoch, step), so that the batch of any step can be made again at any
-time: a resumed run sees what the run that was never stopped would have seen.
+time: a resumed run sees what the run that was never stopped would have seen. On a GPU, where a kernel for one batch would hardly
+have begun before it ends, the batches of many steps are made at once, and the block that they make takes the step's place.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+# Steps whose batches are made at once on a GPU, and the most values that those may hold. What is drawn depends on both.
+BLOCK, BLOCK_VALUES = 50, 2**24
+
+
+def seed_of(*counters: int | str) -> int:
+    """A seed that depends on the counters alone."""
+    return int.from_bytes(hashlib.blake2b(repr(counters).encode(), digest_size=8).digest(), "little") >> 1
+
 
 def generator_for(device: torch.device, *counters: int | str) -> torch.Generator:
     """A generator whose draws depend on the counters alone."""
-    digest = hashlib.blake2b(repr(counters).encode(), digest_size=8).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.Generator(device).manual_seed(seed_of(*counters))
 
 
 def dequantise(x: Tensor, levels: int | None, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -91,32 +100,57 @@ class TrainingBatches:
     """Shuffled batches of one size: each epoch its own order, each step its own noise, all from (seed, epoch, step).
 
     The examples that do not fill a last batch sit out that epoch; in the next one it will be others.
+
+    block:  how many steps' batches are drawn at once: 1, but on a GPU.
     """
 
     def __init__(self, examples: Examples, batch_size: int, seed: int, flip: bool = False, jitter: int = 0) -> None:
         self.examples, self.seed, self.flip, self.jitter = examples, seed, flip, jitter
         self.batch_size = min(batch_size, len(examples))
         self.steps_per_epoch = len(examples) // self.batch_size
-        self._epoch, self._order = -1, torch.zeros(0)
         shape = examples.shape
         if (flip or jitter) and len(shape) != 3:
             raise ValueError(f"data: expected images (C, H, W) to flip or jitter, got examples of shape {shape}")
         if jitter and jitter >= min(shape[1:]):
             raise ValueError(f"data: expected jitter below the images' {min(shape[1:])} pixels, got {jitter}")
+        several = max(1, min(BLOCK, self.steps_per_epoch, BLOCK_VALUES // (self.batch_size * math.prod(shape))))
+        self.block = several if examples.device.type == "cuda" else 1
+        self._orders: dict[int, Tensor] = {}
+        self._made: tuple[tuple[int, int], Tensor] | None = None  # the block that was made last, and which it is
 
     def generator(self, purpose: str, epoch: int, step: int) -> torch.Generator:
         """The generator of a step, for what else is drawn there."""
         return generator_for(self.examples.device, self.seed, purpose, epoch, step)
 
+    def seed_of_block(self, epoch: int, number: int) -> int:
+        """Of the generator that `prepare` draws a block from."""
+        return seed_of(self.seed, "batch", epoch, number)
+
+    def order(self, epoch: int) -> Tensor:
+        """The examples' order in an epoch, where the data lies; asked for early, it is there in time."""
+        if epoch not in self._orders:
+            # Drawn on the CPU, wherever the data lies: that may depend on how much memory was free.
+            order = torch.randperm(len(self.examples), generator=generator_for(torch.device("cpu"), self.seed, "order", epoch))
+            if self.examples.stored.is_cuda:
+                order = order.pin_memory().to(self.examples.stored.device, non_blocking=True)
+            self._orders = {known: kept for known, kept in self._orders.items() if abs(known - epoch) == 1} | {epoch: order}
+        return self._orders[epoch]
+
+    def index(self, epoch: int, number: int) -> Tensor:
+        """Which examples a block holds."""
+        return self.order(epoch)[: self.steps_per_epoch * self.batch_size].split(self.block * self.batch_size)[number]
+
+    def prepare(self, stored: Tensor, generator: torch.Generator) -> Tensor:
+        """Examples as stored to training data: augmented and dequantised."""
+        if self.flip or self.jitter:
+            stored = augment(stored, self.flip, self.jitter, generator)
+        return dequantise(stored, self.examples.levels, self.examples.dtype, generator)
+
     def batch(self, epoch: int, step: int) -> Tensor:
         """The batch of a step, (batch_size, *shape)."""
-        if epoch != self._epoch:
-            # On the CPU, wherever the data lies: that may depend on how much memory was free.
-            order = torch.randperm(len(self.examples), generator=generator_for(torch.device("cpu"), self.seed, "order", epoch))
-            self._order = order.to(self.examples.stored.device)
-            self._epoch = epoch
-        generator = self.generator("batch", epoch, step)
-        x = self.examples.gather(self._order[step * self.batch_size : (step + 1) * self.batch_size])
-        if self.flip or self.jitter:
-            x = augment(x, self.flip, self.jitter, generator)
-        return dequantise(x, self.examples.levels, self.examples.dtype, generator)
+        number, within = divmod(step, self.block)
+        if self._made is None or self._made[0] != (epoch, number):
+            generator = generator_for(self.examples.device, self.seed, "batch", epoch, number)
+            made = self.prepare(self.examples.gather(self.index(epoch, number)), generator)
+            self._made = (epoch, number), made
+        return self._made[1][within * self.batch_size : (within + 1) * self.batch_size]

@@ -88,7 +88,8 @@ class _Tracked(KeptInverse):
         """Let R follow W, and where it cannot, factorise. Reads the device, at each step: an R that is lost is no gradient."""
         with torch.autocast(self.weight.device.type, enabled=False):  # which would round R to half precision
             self.track(generator=generator)
-            self.settle()
+            if not (self.weight.is_cuda and torch.cuda.is_current_stream_capturing()):  # who replays the graph has to look
+                self.settle()
 
     @torch.no_grad()
     def track(self, *, generator: torch.Generator | None = None) -> None:

@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 
+from selfnorm.bijection import located
 from selfnorm.data.batches import Examples, TrainingBatches
 from selfnorm.data.dataset import Dataset, fingerprint
 from selfnorm.evaluate import Likelihood, likelihood
 from selfnorm.flow import Flow
 from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
 from selfnorm.neumann import InfiniteVarianceError
+from selfnorm.precision import precision
 from selfnorm.recipe import Recipe
 from selfnorm.recipes import build_flow, build_loss
+from selfnorm.train.captured import CapturedStep, can_be_captured
 from selfnorm.train.checkpoint import Checkpoint, cloned, optimizer_tensors, read, restore_optimizer, save
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.progress import Progress
@@ -55,7 +58,8 @@ class Trainer:
         self.total = self.batches.steps_per_epoch * recipe.epochs
         self.loss = build_loss(recipe, build_flow(recipe, dataset.shape, dataset.levels)).to(self.device)
         self._fingerprint = fingerprint(dataset)
-        self._tracked = [module for module in self.loss.modules() if isinstance(module, TrackedLinear | TrackedConv2d)]
+        modules = self.flow.bijection.named_modules()
+        self._tracked = {name: module for name, module in modules if isinstance(module, TrackedLinear | TrackedConv2d)}
         self._names = [name for name, _ in self.loss.named_parameters()]
         self.optimizer = adam(self.loss)
         self.progress = Progress()
@@ -98,7 +102,7 @@ class Trainer:
         Raises `StoppedError` after SIGINT or SIGTERM, the run saved, and `DivergedError`.
         """
         self._clock = time.monotonic()
-        with threads(self.recipe.threads), StopRequests() as stop:
+        with threads(self.recipe.threads), precision(self.recipe.precision), StopRequests() as stop:
             try:
                 self._loop_and_save(stop)
             except DivergedError:
@@ -119,8 +123,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write checkpoints of the best and of the present state."""
-        if self._step.failed:
-            self._step_failed()
+        self._has_to_go_back()
         self._write(self._capture())
 
     def _write(self, last: Checkpoint) -> None:
@@ -153,18 +156,11 @@ class Trainer:
                 continue
             if progress.step >= self.total or (recipe.patience and progress.stale >= recipe.patience):
                 return
-            rate = learning_rate_at(
-                progress.step,
-                self.batches.steps_per_epoch,
-                recipe.epochs,
-                recipe.learning_rate,
-                recipe.warmup_epochs,
-                recipe.decay,
-            )
+            rates = [self._learning_rate(progress.step + ahead) for ahead in range(self._step.reach(index))]
             if index == 0:
                 self._epoch_at = time.monotonic()
             try:
-                metrics = self._step(epoch, index, rate)
+                metrics = self._step(epoch, index, *rates)
             except ValueError as error:  # from what looks at the weights after the step
                 if progress.step == 0 and not isinstance(error, InfiniteVarianceError):
                     raise  # nothing was trained that could have diverged
@@ -172,14 +168,15 @@ class Trainer:
                 continue
             self._surrogate += metrics.surrogate
             self._reconstruction += metrics.reconstruction
-            progress.step += 1
-            last = index == self.batches.steps_per_epoch - 1
+            progress.step += len(rates)
+            last = index + len(rates) == self.batches.steps_per_epoch
+            if last and epoch + 1 < recipe.epochs:
+                self.batches.order(epoch + 1)  # now, while the device is at work
             # Reading the device makes it wait, so that is left for where it waits anyway.
-            if (last or self.device.type == "cpu") and self._step.failed:
-                self._step_failed()
+            if (last or self.device.type == "cpu") and self._has_to_go_back():
                 continue
             if last:
-                self._end_epoch(epoch + 1, rate)
+                self._end_epoch(epoch + 1, rates[-1])
             now = time.monotonic()
             if now - self._told_at > 0.2:
                 self._told_at = now
@@ -202,7 +199,7 @@ class Trainer:
             weight=weight,
             learning_rate=rate,
             step_seconds=step_seconds,
-            **({"fallbacks": sum(int(layer.fallbacks) for layer in self._tracked)} if self._tracked else {}),
+            **({"fallbacks": sum(int(layer.fallbacks) for layer in self._tracked.values())} if self._tracked else {}),
         )
         self._start_sums()
 
@@ -246,6 +243,28 @@ class Trainer:
         some = Examples(self.dataset.train[: len(self.validation)], self.dataset.levels, self.device)
         then = self._likelihood(self.best().flow().to(self.device), some, stop)
         return self._likelihood(self.flow, some, stop).nll < then.nll
+
+    def _learning_rate(self, step: int) -> float:
+        recipe, steps = self.recipe, self.batches.steps_per_epoch
+        return learning_rate_at(step, steps, recipe.epochs, recipe.learning_rate, recipe.warmup_epochs, recipe.decay)
+
+    def _has_to_go_back(self) -> bool:
+        """Look at the flags. If one is raised, see to its cause, and let the next step be the first that changed no weight."""
+        if self._step.failed:
+            self._step_failed()
+            return True
+        if self._step.lost:
+            self.progress.step = steps_taken(self.optimizer)
+            try:
+                for name, layer in self._tracked.items():
+                    with located(f"layer {name}"):
+                        layer.settle()
+            except ValueError as error:  # there is no inverse to go on with
+                epoch, index = divmod(self.progress.step - 1, self.batches.steps_per_epoch)
+                self._diverge(f"at epoch {epoch + 1}, step {index + 1}: {error}")
+            self._step.go_on()
+            return True
+        return False
 
     def _step_failed(self) -> None:
         # No weight has changed since the step that failed, which is the one that Adam did not count.
@@ -293,7 +312,8 @@ class Trainer:
         self._surrogate, self._reconstruction = weight.new_zeros(()), torch.zeros_like(weight)
 
     def _make_step(self) -> Step:
-        return EagerStep(self.loss, self.optimizer, self.batches, self.recipe.clip)
+        kind = CapturedStep if can_be_captured(self.loss, self.batches) else EagerStep
+        return kind(self.loss, self.optimizer, self.batches, self.recipe.clip)
 
     def _capture(self) -> Checkpoint:
         tensors = {f"loss.{name}": value for name, value in self.loss.state_dict().items()}

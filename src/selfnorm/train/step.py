@@ -1,4 +1,4 @@
-"""One optimiser step, as an object that the loop calls: eager here; anything with the same call can take its place."""
+"""Optimiser steps, as an object that the loop calls: eager here, and as CUDA graphs in `captured`."""
 
 from __future__ import annotations
 
@@ -10,22 +10,37 @@ from torch import Tensor, nn
 from selfnorm.data.batches import TrainingBatches
 from selfnorm.objective import Loss, Metrics
 
+BETAS, EPS = (0.9, 0.999), 1e-8  # the paper's Adam, which is everybody's
+
 
 class Step(Protocol):
-    """Takes step after step. What went wrong is told by `failed`, which the loop reads when it likes: the step itself never reads
-    the device, but for what layers and loss do in `after_step`, which may also raise a `ValueError` that names a layer.
+    """Takes step after step. What went wrong is told by flags, which the loop reads when it likes: a step itself never reads the
+    device, but for what layers and loss do in `after_step`, which may also raise a `ValueError` that names a layer.
 
     failed:  a float tensor, 0, or 1 from the first step on that had a non-finite loss or gradient. That step and those after it
              change no weight, so that the weights are still those that failed.
+    lost:    likewise, raised by a step after which a tracker has lost its inverse. The steps after that one change no weight,
+             until the trackers are settled and `go_on` is called; then they are to be taken again.
     """
 
     failed: Tensor
+    lost: Tensor
 
-    def __call__(self, epoch: int, index: int, learning_rate: float) -> Metrics: ...
+    def reach(self, index: int) -> int:
+        """How many steps a call at this step of an epoch takes."""
+        ...
+
+    def __call__(self, epoch: int, index: int, *rates: float) -> Metrics:
+        """Take the steps from `index` on, each with its learning rate; the sums of their metrics."""
+        ...
+
+    def go_on(self) -> None:
+        """Take `lost` down."""
+        ...
 
 
 class EagerStep:
-    """Batch, loss, backward, clipping, Adam, one operation after another."""
+    """Batch, loss, backward, clipping, Adam, one operation after another: the reference, and what a CPU runs."""
 
     def __init__(self, loss: Loss, optimizer: torch.optim.Adam, batches: TrainingBatches, clip: float | None) -> None:
         self.loss, self.optimizer, self.batches, self.clip = loss, optimizer, batches, clip
@@ -34,8 +49,16 @@ class EagerStep:
         device = self._parameters[0].device
         self.failed = torch.zeros((), device=device, dtype=torch.float32)  # what Adam's switch wants
         self._raised = torch.ones_like(self.failed)
+        self.lost = torch.zeros_like(self.failed)  # never: trackers are settled after each step
 
-    def __call__(self, epoch: int, index: int, learning_rate: float) -> Metrics:
+    def reach(self, index: int) -> int:
+        return 1
+
+    def go_on(self) -> None:
+        pass
+
+    def __call__(self, epoch: int, index: int, *rates: float) -> Metrics:
+        (learning_rate,) = rates
         x = self.batches.batch(epoch, index)
         self.optimizer.zero_grad(set_to_none=True)
         generator = self.batches.generator("probes", epoch, index) if self._draws else None
@@ -58,7 +81,17 @@ class EagerStep:
 
 def adam(loss: Loss) -> torch.optim.Adam:
     """Adam as the paper has it, β = (0.9, 0.999), in its fused form."""
-    return torch.optim.Adam(loss.parameters(), lr=0.0, betas=(0.9, 0.999), fused=True)
+    capturable = next(loss.parameters()).is_cuda
+    return torch.optim.Adam(loss.parameters(), lr=0.0, betas=BETAS, eps=EPS, fused=True, capturable=capturable)
+
+
+def adam_state(optimizer: torch.optim.Adam, parameter: Tensor) -> dict[str, Tensor]:
+    """A parameter's moments and count of steps; at first those that Adam itself begins with."""
+    state: dict[str, Tensor] = optimizer.state[parameter]
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+    return state
 
 
 def steps_taken(optimizer: torch.optim.Adam) -> int:

@@ -1,0 +1,117 @@
+"""The objective's arithmetic in three launches: row sums, the loss from them, and all of its gradients.
+
+    nll = mean_n(½‖z_n‖² − log_det_n) + D/2·log 2π
+    error_k = mean_n(reconstruction_nk) / D_k
+    value = nll + Σ_k λ_k·D_k·error_k
+
+Memory: z is read once forward, and read and written once backward.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def objective(z: Tensor, log_det: Tensor, reconstruction: Tensor, weight: Tensor, dimensions: Tensor) -> tuple[Tensor, Tensor]:
+    """z (N, …), log_det (N,), reconstruction (N, K), λ and D_k (K,) -> value, and (1 + K,): nll and the K errors."""
+    z, log_det, reconstruction = z.contiguous(), log_det.contiguous(), reconstruction.contiguous()
+    examples, columns = z.shape[0], reconstruction.shape[1]
+    features = z[0].numel()
+    energies, value, parts = z.new_empty(examples), z.new_empty(()), z.new_empty(1 + columns)
+    _energies[(examples,)](z, log_det, energies, features, BLOCK=_block(features, 1024), num_warps=4)
+    constant = features / 2 * math.log(2 * math.pi)
+    _result[(1,)](
+        energies, reconstruction, weight, dimensions, value, parts, examples, columns, constant, BLOCK=_block(examples, 1024)
+    )
+    return value, parts
+
+
+def objective_gradients(z: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Given the gradient of `value` (a scalar), those of z, log_det and reconstruction."""
+    z, examples, columns = z.contiguous(), z.shape[0], weight.shape[0]
+    grad_z, grad_log_det, grad_reconstruction = torch.empty_like(z), z.new_empty(examples), z.new_empty(examples, columns)
+    features = z[0].numel()
+    _gradients[(examples,)](
+        z,
+        weight,
+        grad,
+        grad_z,
+        grad_log_det,
+        grad_reconstruction,
+        features,
+        columns,
+        examples,
+        BLOCK=_block(features, 1024),
+        COLUMNS=triton.next_power_of_2(max(1, columns)),
+        num_warps=4,
+    )
+    return grad_z, grad_log_det, grad_reconstruction
+
+
+def _block(values: int, most: int) -> int:
+    return min(most, triton.next_power_of_2(values))
+
+
+@triton.jit
+def _energies(z, log_det, energies, features, BLOCK: tl.constexpr):
+    """½‖z_n‖² − log_det_n, a program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, features, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = tl.load(z + row * features + column, mask=column < features, other=0.0)
+        total += value * value
+    tl.store(energies + row, 0.5 * tl.sum(total, 0) - tl.load(log_det + row))
+
+
+@triton.jit
+def _result(energies, reconstruction, weight, dimensions, value, parts, examples, columns, constant, BLOCK: tl.constexpr):
+    """Means over the batch, in one program."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, examples, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        total += tl.load(energies + row, mask=row < examples, other=0.0)
+    nll = tl.sum(total, 0) / examples + constant
+    loss = nll
+    for column in range(0, columns):
+        total = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, examples, BLOCK):
+            row = start + tl.arange(0, BLOCK)
+            total += tl.load(reconstruction + row * columns + column, mask=row < examples, other=0.0)
+        mean = tl.sum(total, 0) / examples
+        loss += tl.load(weight + column) * mean
+        tl.store(parts + 1 + column, mean / tl.load(dimensions + column))
+    tl.store(value, loss)
+    tl.store(parts, nll)
+
+
+@triton.jit
+def _gradients(
+    z,
+    weight,
+    grad,
+    grad_z,
+    grad_log_det,
+    grad_reconstruction,
+    features,
+    columns,
+    examples,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """z/N, −1/N and λ/N, each times the gradient that arrives; a program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    share = tl.load(grad) / examples
+    for start in range(0, features, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = tl.load(z + row * features + column, mask=column < features)
+        tl.store(grad_z + row * features + column, share * value, mask=column < features)
+    tl.store(grad_log_det + row, -share)
+    column = tl.arange(0, COLUMNS)
+    price = tl.load(weight + column, mask=column < columns)
+    tl.store(grad_reconstruction + row * columns + column, share * price, mask=column < columns)

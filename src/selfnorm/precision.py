@@ -1,0 +1,48 @@
+"""In which precision products are taken: full float32, TF32, or the coupling networks in bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, get_args
+
+import torch
+
+Precision = Literal["float32", "tf32", "bf16"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+
+_networks_in_bf16 = False
+
+
+@contextmanager
+def precision(value: Precision) -> Iterator[None]:
+    """Take products in this precision within the block; what was set before comes back after it.
+
+    float32:  full precision everywhere.
+    tf32:     on CUDA, float32 products are rounded to TF32 (10 bits of mantissa) and summed in float32; on the CPU as float32.
+    bf16:     as tf32, and the coupling networks hold their activations in bfloat16 (7 bits) and take its products, summed in
+              float32, on every device. Parameters stay float32, and so do scales, shifts and log-determinants.
+
+    It is read when a layer is called, and by the backward pass when that runs: keep both within the block. A captured graph
+    stays as it was captured.
+
+    >>> with precision("bf16"):
+    ...     networks_in_bf16()
+    True
+    """
+    global _networks_in_bf16
+    if value not in PRECISIONS:
+        raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}, got {value!r}")
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32, _networks_in_bf16
+    matmul.allow_tf32 = cudnn.allow_tf32 = value != "float32"
+    _networks_in_bf16 = value == "bf16"
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32, _networks_in_bf16 = before
+
+
+def networks_in_bf16() -> bool:
+    """Whether coupling networks are to work in bfloat16."""
+    return _networks_in_bf16

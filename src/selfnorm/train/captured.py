@@ -1,0 +1,187 @@
+"""Steps as CUDA graphs: what takes the host 5 ms to ask for, kernel by kernel, takes the device a tenth of a millisecond.
+
+The batches of a whole block of steps are made at once by one graph: gathered, augmented, dequantised, and sent through the layers
+in front that have nothing to train. Another graph holds several training steps: loss, backward, clipping, Adam, trackers,
+multipliers. Learning rates, λ, counters and flags are tensors on the device, so that the host only sets them and asks for the
+next replay. It sets seeds in the same way, which gives a step the noise that the eager step would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from selfnorm.data.batches import TrainingBatches, seed_of
+from selfnorm.factored import factored_gradients
+from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
+from selfnorm.objective import Loss, Metrics
+from selfnorm.train.step import BETAS, EPS, adam_state
+
+# The first steps run as they are: they compile kernels and make libraries allocate what cannot be allocated in a capture.
+WARM_UP = 3
+# Modules times steps in one graph. A graph of a few thousand kernels is quick to make; with more steps it would gain nothing.
+GRAPH_MODULES = 2000
+
+
+def can_be_captured(loss: Loss, batches: TrainingBatches) -> bool:
+    """Whether the steps can run as graphs: on a GPU, and with nothing in them that the host has to decide."""
+    return batches.examples.device.type == "cuda" and loss.polish is None and not loss.debias
+
+
+class CapturedStep:
+    """A `Step` that takes several steps a call and never reads the device. On a CPU the same without graphs, for tests.
+
+    losses:  of the last call's steps, as the eager step's would be.
+    """
+
+    def __init__(self, loss: Loss, optimizer: torch.optim.Adam, batches: TrainingBatches, clip: float | None) -> None:
+        self.loss, self.optimizer, self.batches, self.clip = loss, optimizer, batches, clip
+        self._front, self._flow = loss.flow.in_two()
+        self._parameters = [parameter for parameter in loss.parameters() if parameter.requires_grad]
+        self._tracked = [module for module in loss.modules() if isinstance(module, TrackedLinear | TrackedConv2d)]
+        self._several = _steps_per_graph(batches.block, sum(1 for _ in loss.modules()))
+        self._taken = 0
+        self._graphs = _Graphs(batches.examples.device)
+        zeros = self._parameters[0].detach().new_zeros
+        self.failed, self.lost = zeros(()), zeros(())
+        self._one = zeros(()) + 1
+        self._limits = self.failed.new_tensor([layer.largest_residual for layer in self._tracked])
+        # What the graphs read and write lies in the same memory at each replay. First, a block of batches:
+        device, rows = batches.examples.device, batches.block * batches.batch_size
+        self._resident = batches.examples.stored.device.type == device.type
+        self._index = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._stored = torch.zeros(0 if self._resident else rows, *batches.examples.shape, dtype=batches.examples.stored.dtype)
+        self._stored = self._stored.to(device)
+        self._noise = torch.Generator(device)
+        with torch.no_grad():
+            example = self._front.surrogate(zeros(1, *batches.examples.shape)).z
+        self._behind_front = zeros(rows, *example.shape[1:])
+        self._front_nll = zeros(batches.block)
+        self._block: tuple[int, int] | None = None  # which one it is
+        # Then, some steps of it:
+        self._x = torch.zeros_like(self._behind_front[: self._several * batches.batch_size])
+        self._rates = zeros(self._several)
+        self._generators = [torch.Generator(device) for _ in range(self._several)] if loss.draws else []
+        self._losses, self._surrogates = zeros(self._several), zeros(self._several)
+        self._errors = zeros(self._several, len(loss.flow.reconstruction_names))
+        self.losses = zeros(0)
+
+    def reach(self, index: int) -> int:
+        left = min(self.batches.steps_per_epoch, (index // self.batches.block + 1) * self.batches.block) - index
+        return self._several if self._taken >= WARM_UP and left >= self._several else 1
+
+    def __call__(self, epoch: int, index: int, *rates: float) -> Metrics:
+        size, n = self.batches.batch_size, len(rates)
+        number, within = divmod(index, self.batches.block)
+        if self._block != (epoch, number):
+            self._make_block(epoch, number)
+        self._x[: n * size].copy_(self._behind_front[within * size : (within + n) * size])
+        self._rates[:n].copy_(_pinned(torch.tensor(rates), self._rates.device), non_blocking=True)
+        for step, generator in enumerate(self._generators[:n], index):
+            generator.manual_seed(seed_of(self.batches.seed, "probes", epoch, step))
+        self._graphs.run(f"{n} steps", lambda: self._take(n), self._generators[:n], warm=self._taken >= WARM_UP)
+        self._taken += n
+        front_nll = self._front_nll[within : within + n]
+        self.losses = self._losses[:n] + front_nll
+        return Metrics(self._surrogates[:n].sum() + front_nll.sum(), self._errors[:n].sum(0))
+
+    def go_on(self) -> None:
+        self.lost.zero_()
+
+    def _make_block(self, epoch: int, number: int) -> None:
+        index = self.batches.index(epoch, number)
+        rows = len(index)
+        if self._resident:
+            self._index[:rows].copy_(index)
+        else:
+            self._stored[:rows].copy_(self.batches.examples.gather(index))
+        self._noise.manual_seed(self.batches.seed_of_block(epoch, number))
+        self._graphs.run(f"{rows} examples", lambda: self._prepare(rows), [self._noise], warm=self._taken >= WARM_UP)
+        self._block = (epoch, number)
+
+    @torch.no_grad()
+    def _prepare(self, rows: int) -> None:
+        stored = self.batches.examples.stored[self._index[:rows]] if self._resident else self._stored[:rows]
+        x, log_det, _ = self._front.surrogate(self.batches.prepare(stored, self._noise))
+        self._behind_front[:rows].copy_(x)
+        steps = rows // self.batches.batch_size
+        self._front_nll[:steps].copy_(-log_det.view(steps, -1).mean(1))
+
+    def _take(self, n: int) -> None:
+        for step, x in enumerate(self._x.split(self.batches.batch_size)[:n]):
+            self._take_one(step, x, self._generators[step] if self._generators else None)
+
+    def _take_one(self, step: int, x: Tensor, generator: torch.Generator | None) -> None:
+        # To clip gradients one must have them.
+        with factored_gradients() if self.clip is None else nullcontext([]) as factored:
+            value, metrics = self.loss.of(self._flow, x, generator=generator)
+            value.backward()
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if self.clip is not None:
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+            nn.utils.clip_grads_with_norm_(self._parameters, self.clip, norm)
+            gradients = [norm]
+        # What gradient scaling uses: one kernel looks at all of them (and multiplies by 1), and raises the flag.
+        torch._amp_foreach_non_finite_check_and_unscale_([*gradients, value.detach()], self.failed, self._one)
+        frozen = torch.maximum(self.failed, self.lost) if self._tracked else self.failed
+        self.optimizer.param_groups[0]["lr"] = self._rates[step]
+        self.optimizer.found_inf = frozen  # type: ignore[attr-defined]
+        self.optimizer.step()
+        if factored:
+            states = [adam_state(self.optimizer, parameter) for record in factored for parameter in record.parameters]
+            torch._foreach_add_([state["step"] for state in states], 1 - frozen)
+            for record in factored:
+                record.apply_adam(self._state, self._rates[step], frozen, self.failed, BETAS, EPS)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loss.after_step(metrics, generator=generator)
+        self._losses[step].copy_(value.detach())
+        surrogate, errors = metrics
+        if self._tracked:
+            surrogate, errors = surrogate * (1 - frozen), errors * (1 - frozen)
+            residuals = torch.stack([layer.residual for layer in self._tracked])
+            self.lost.copy_(torch.maximum(self.lost, 1 - (residuals < self._limits).all().to(self.lost)))  # a NaN is lost, too
+        self._surrogates[step].copy_(surrogate)
+        self._errors[step].copy_(errors)
+
+    def _state(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor, Tensor]:
+        state = adam_state(self.optimizer, parameter)
+        return state["exp_avg"], state["exp_avg_sq"], state["step"]
+
+
+def _steps_per_graph(block: int, modules: int) -> int:
+    """As many as divide a block and make a graph of a moderate size."""
+    return max(n for n in range(1, block + 1) if block % n == 0 and (n == 1 or n * modules <= GRAPH_MODULES))
+
+
+def _pinned(x: Tensor, device: torch.device) -> Tensor:
+    return x.pin_memory() if device.type == "cuda" else x
+
+
+class _Graphs:
+    """Pieces of device work by name: the first time as they are, from then on as graphs. On a CPU always as they are."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._captures = device.type == "cuda"
+        self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        # One after another they can share the memory in which they work.
+        self._pool = torch.cuda.graph_pool_handle() if self._captures else None
+
+    def run(self, name: str, work: Callable[[], None], generators: Sequence[torch.Generator], *, warm: bool) -> None:
+        """warm: whether work of this kind was done before, so that it can be captured."""
+        if not (self._captures and warm):
+            work()
+            return
+        if name not in self._graphs:
+            self._graphs[name] = self._capture(work, generators)
+        self._graphs[name].replay()
+
+    def _capture(self, work: Callable[[], None], generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        return graph

@@ -1,0 +1,171 @@
+"""Several steps a call, as graphs on a GPU: the same numbers as the eager step's, and what the loop needs beside them."""
+
+import math
+import warnings
+
+import pytest
+import torch
+
+from selfnorm.data import load_dataset
+from selfnorm.data.batches import Examples, TrainingBatches
+from selfnorm.recipe import override
+from selfnorm.recipes import build_flow, build_loss, find_recipe
+from selfnorm.train.captured import CapturedStep, _steps_per_graph
+from selfnorm.train.step import EagerStep, adam, steps_taken
+
+
+def made(kind, device, *settings, recipe="digits-fc-snf", block=5):
+    """A step of a kind on the digits, as the trainer makes it, but with blocks of a few steps on a CPU, too."""
+    recipe = override(find_recipe(recipe), ["standardize=false", *settings])
+    data = load_dataset("digits")
+    loss = build_loss(recipe, build_flow(recipe, data.shape, data.levels)).to(device)
+    batches = TrainingBatches(Examples(data.train, data.levels, device), recipe.batch_size, recipe.seed, jitter=recipe.jitter)
+    batches.block = block
+    loss.flow.initialize(batches.batch(0, 0))
+    return kind(loss, adam(loss), batches, recipe.clip)
+
+
+def course(step, steps):
+    """The losses of so many steps, and the sums of their metrics."""
+    losses, surrogate, errors, taken = [], 0.0, 0.0, 0
+    per_epoch = step.batches.steps_per_epoch
+    if isinstance(step, EagerStep):
+        forward = step.loss.forward
+
+        def noted(x, **options):
+            value, metrics = forward(x, **options)
+            losses.append(value.item())
+            return value, metrics
+
+        step.loss.forward = noted
+    while taken < steps:
+        epoch, index = divmod(taken, per_epoch)
+        n = min(step.reach(index), steps - taken)
+        metrics = step(epoch, index, *[1e-4 * (1 + (taken + i) / 10) for i in range(n)])
+        if isinstance(step, CapturedStep):
+            losses += step.losses.tolist()
+        surrogate, errors, taken = surrogate + metrics.surrogate.item(), errors + metrics.reconstruction.cpu(), taken + n
+    return losses, surrogate, errors
+
+
+CASES = [
+    ("digits-fc-snf",),
+    ("digits-fc-snf", "clip=5.0", "probes=3"),
+    ("digits-fc-snf", "penalty=geco", "weight=100", "symmetric=true"),
+    ("digits-fc-snf", "penalty=mdmm", "jitter=1"),
+    ("digits-fc-tracked",),
+    ("digits-fc-sketch",),
+    ("digits-fc-relative",),
+    ("digits-fc-lu",),
+    ("digits-fc-exact",),
+    ("digits-conv-snf",),
+    ("digits-conv-tracked",),
+    ("digits-conv-emerging",),
+    ("digits-conv-exp",),
+    ("digits-conv-exact",),
+    ("digits-conv-snf", "model=glow", "blocks=2", "steps=2", "hidden=16", "kernel_size=1", "jitter=1"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_the_losses_are_those_of_the_eager_step(device, case):
+    """Over 50 steps: through four epochs of 12 steps, whole blocks and ends of epochs that are none."""
+    eager, captured = (made(kind, device, *case[1:], recipe=case[0]) for kind in (EagerStep, CapturedStep))
+    expected, got = course(eager, 50), course(captured, 50)
+    assert len(got[0]) == 50
+    assert got[0] == pytest.approx(expected[0], rel=1e-4)
+    assert got[1] == pytest.approx(expected[1], rel=1e-4)
+    torch.testing.assert_close(got[2], expected[2], rtol=2e-2, atol=1e-5)
+    assert steps_taken(captured.optimizer) == 50
+    assert not captured.failed
+    assert not captured.lost
+
+
+def test_a_call_takes_as_many_steps_as_are_left_in_a_block():
+    step = made(CapturedStep, torch.device("cpu"))
+    assert step.reach(0) == 1, "the first ones warm up"
+    for index in range(3):
+        step(0, index, 1e-3)
+    # 12 steps in an epoch: two blocks of 5 and one of 2.
+    assert [step.reach(index) for index in (0, 1, 4, 5, 6, 9, 10, 11)] == [5, 1, 1, 5, 1, 1, 1, 1]
+
+
+def test_graphs_hold_as_many_steps_as_divide_a_block_and_few_modules():
+    assert _steps_per_graph(50, 10) == 50
+    assert _steps_per_graph(50, 41) == 25
+    assert _steps_per_graph(50, 10**6) == 1
+    assert _steps_per_graph(7, 300) == 1
+
+
+def test_any_steps_can_be_taken_again_from_the_middle_of_a_block(device):
+    """As after a resume: the noise is that of the step, wherever one starts."""
+    step = made(CapturedStep, device, "probes=2")
+    losses = []
+    for start in (0, 3, 7, 11):
+        step(2, start, 0.0)
+        losses.append(step.losses.item())
+    whole = made(CapturedStep, device, "probes=2")
+    step_by_step = []
+    for index in range(12):
+        whole(2, index, 0.0)
+        step_by_step += whole.losses.tolist()
+    assert losses == pytest.approx([step_by_step[index] for index in (0, 3, 7, 11)], rel=1e-6)
+
+
+@pytest.mark.parametrize("broken", ["loss", "gradient"])
+def test_a_failed_step_and_those_after_it_change_nothing(device, broken):
+    step = made(CapturedStep, device)
+    step(0, 0, 1e-3)
+    layer = step.loss.flow.bijection[3]
+    good = layer.bias.detach().clone()
+    if broken == "loss":
+        with torch.no_grad():
+            layer.bias[3] = torch.nan
+    else:
+        handle = layer.bias.register_hook(lambda gradient: gradient * torch.inf)
+    before = {name: value.clone() for name, value in step.loss.named_parameters()}
+    moments = [value.clone() for state in step.optimizer.state.values() for value in state.values()]
+    step(0, 1, 1e-3)
+    assert step.failed
+    if broken == "loss":
+        with torch.no_grad():
+            layer.bias.copy_(good)
+            before["flow.bijection.3.bias"].copy_(good)
+    else:
+        handle.remove()
+    for index in (2, 3):
+        step(0, index, 1e-3)
+    assert step.failed, "the flag stays up, whatever became of the cause"
+    assert steps_taken(step.optimizer) == 1
+    assert all(torch.equal(value, before[name]) for name, value in step.loss.named_parameters())
+    after = [value for state in step.optimizer.state.values() for value in state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
+
+
+def test_nothing_moves_once_a_tracker_is_lost_until_it_is_settled(device, monkeypatch):
+    step = made(CapturedStep, device, recipe="digits-fc-tracked")
+    layer = step.loss.flow.bijection[3]
+    for index in range(3):
+        step(0, index, 1e-3)
+    settle = type(layer).settle
+    monkeypatch.setattr(type(layer), "settle", lambda self: None)  # as in a graph, where nobody looks
+    with torch.no_grad():
+        layer.weight_inv.mul_(3.0)
+    sums = step(0, 3, 1e-3)
+    assert math.isfinite(sums.surrogate), "the step itself was taken, with a gradient as bad as its inverse"
+    assert step.lost
+    frozen = {name: value.clone() for name, value in step.loss.named_parameters()}
+    later = step(0, 4, 1e-3)
+    assert steps_taken(step.optimizer) == 4
+    assert later.surrogate == pytest.approx(step._front_nll[4].item()), "what did not count is not in the sums"
+    assert all(torch.equal(value, frozen[name]) for name, value in step.loss.named_parameters())
+    monkeypatch.setattr(type(layer), "settle", settle)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        layer.settle()
+    step.go_on()
+    step(0, 4, 1e-3)
+    assert steps_taken(step.optimizer) == 5
+    assert not step.lost
+    assert int(layer.fallbacks) == 1
+    assert (layer.weight_inv @ layer.weight - torch.eye(64, dtype=torch.float32, device=device)).norm() < 0.01
