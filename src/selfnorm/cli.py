@@ -45,8 +45,10 @@ from selfnorm.display import (
     print_health,
     print_json,
     print_result,
+    print_seeds,
     print_table,
     showing,
+    showing_together,
     table,
     transfers,
 )
@@ -54,10 +56,10 @@ from selfnorm.files import replacing
 from selfnorm.health import examine, repair
 from selfnorm.recipe import Recipe, override, to_toml
 from selfnorm.recipes import DEFAULT, RECIPES, TWINS, find_recipe, idle_settings, recipe_for
-from selfnorm.runs import Result, dataset_of, free_path, resume_run, start_run
+from selfnorm.runs import Result, dataset_of, free_path, resume_run, start_run, start_runs
 from selfnorm.train.checkpoint import save
 from selfnorm.train.folder import RunFolder
-from selfnorm.train.stopping import StoppedError
+from selfnorm.train.stopping import DivergedError, StoppedError
 from selfnorm.trained import Trained, write_samples
 
 
@@ -66,6 +68,7 @@ from selfnorm.trained import Trained, write_samples
     "selfnorm train",
     "selfnorm train digits-fc-snf --twin",
     "selfnorm train mnist-fc-snf --set epochs=500 --set weight=10 --data ~/data",
+    "selfnorm train mnist-fc-snf --seeds 3",
     "selfnorm train --resume runs/mnist-fc-snf",
 )
 def train(
@@ -78,6 +81,7 @@ def train(
     twin: Annotated[bool, typer.Option("--twin", help="Then train the exact-gradient twin too, and compare.")] = False,
     data: DataDir = None,
     seed: Annotated[int | None, typer.Option(help="Short for --set seed=…")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Train so many at once, from the recipe's seed on, each in its own run.")] = 1,
     device: Device = "auto",
     on_divergence: OnDivergence = None,
     quiet: Quiet = False,
@@ -86,8 +90,10 @@ def train(
 ) -> None:
     """Train a recipe, watch it, and get its exact test likelihood, samples and curves. Stop it any time; `--resume` goes on."""
     if resume is not None:
-        if recipe or settings or run or twin or seed is not None:
-            raise ValueError("--resume: expected no recipe, --set, --run, --twin or --seed beside it; a run goes on as it began")
+        if recipe or settings or run or twin or seed is not None or seeds > 1:
+            raise ValueError(
+                "--resume: expected no recipe, --set, --run, --twin, --seed or --seeds beside it; a run goes on as it began"
+            )
         stored = RunFolder(resume).read_recipe()
         with showing(stored, resume, quiet, json) as display, transfers(quiet or json) as on_progress:
             result = resume_run(
@@ -108,6 +114,11 @@ def train(
     if idle := idle_settings(chosen):
         ERR.print(f"selfnorm: {', '.join(idle)} will do nothing: no layer of {chosen.name} learns its inverse")
     folder = run or free_path(Path("runs") / chosen.name)
+    if seeds > 1:
+        if twin:
+            raise ValueError("--seeds: expected no --twin beside it; `selfnorm compare RECIPE TWIN --seeds N` does both")
+        _train_seeds(chosen, seeds, folder, device, quiet, json)
+        return
     result = _train(chosen, folder, device, quiet, json)
     if not twin:
         return
@@ -346,6 +357,25 @@ def _train(recipe: Recipe, folder: Path, device: str, quiet: bool, as_json: bool
         result = start_run(recipe, folder, device=the_device(device), report=display, on_progress=on_progress)
     print_result(folder, result, as_json)
     return result
+
+
+def _train_seeds(recipe: Recipe, seeds: int, folder: Path, device: str, quiet: bool, as_json: bool) -> None:
+    named = folder if folder.name else folder.resolve()
+    recipes = [replace(recipe, seed=recipe.seed + index) for index in range(seeds)]
+    others = [free_path(named.with_name(f"{named.name}-seed{each.seed}")) for each in recipes[1:]]
+    folders = [folder, *others]
+    with showing_together(recipes, folders, quiet, as_json) as reports, transfers(quiet or as_json) as on_progress:
+        found = start_runs(recipes, folders, device=the_device(device), reports=reports, on_progress=on_progress)
+    results = [each for each in found if isinstance(each, Result)]
+    if not as_json:
+        for path, each in zip(folders, found, strict=True):
+            if isinstance(each, Result):
+                print_result(path, each, as_json)
+        if results:
+            print_seeds(results)
+    diverged = [f"{path}: {each}" for path, each in zip(folders, found, strict=True) if not isinstance(each, Result)]
+    if diverged:
+        raise DivergedError("; ".join(diverged))
 
 
 def _write_csv(stream: TextIO, rows: list[dict[str, Any]]) -> None:

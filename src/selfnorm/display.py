@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 import shlex
+import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -53,11 +54,20 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> 
 class TrainingDisplay:
     """Shows a run's records as they come. Use it as the loop's `report`, inside `with`.
 
-    name: what to call the run, if other than its recipe; one of several is named even where there is little room.
+    name:    what to call the run, if other than its recipe; one of several is named even where there is little room.
+    beside:  the display of another run that is under way at the same time.
     """
 
-    def __init__(self, recipe: Recipe, *, name: str | None = None, quiet: bool = False, as_json: bool = False) -> None:
-        self.recipe, self.quiet, self.as_json = recipe, quiet, as_json
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        name: str | None = None,
+        quiet: bool = False,
+        as_json: bool = False,
+        beside: TrainingDisplay | None = None,
+    ) -> None:
+        self.recipe, self.quiet, self.as_json, self._beside = recipe, quiet, as_json, beside
         self.name, self._is_one_of_several = name or recipe.name, name is not None
         self._live: Progress | None = None
         self._task = TaskID(0)
@@ -65,7 +75,11 @@ class TrainingDisplay:
         self._line_at = -math.inf
 
     def __enter__(self) -> TrainingDisplay:
-        if not self.quiet and not self.as_json and ERR.is_terminal:
+        if self._beside is not None:
+            self._live = self._beside._live
+            if self._live:
+                self._task = self._live.add_task(self.name, total=None, **self._shown)
+        elif not self.quiet and not self.as_json and ERR.is_terminal:
             wide = ERR.width >= 110
             columns: list[ProgressColumn] = []
             columns += [TextColumn("[bold]{task.description}[/]")] if wide or self._is_one_of_several else []
@@ -79,7 +93,7 @@ class TrainingDisplay:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._live:
+        if self._live and self._beside is None:
             self._live.stop()
 
     def __call__(self, record: dict[str, Any]) -> None:
@@ -141,6 +155,36 @@ def showing(recipe: Recipe, folder: Path, quiet: bool, as_json: bool) -> Iterato
     except DivergedError as error:
         error.args = (f"{error}. The best and the last good checkpoint are in {folder}",)
         raise
+
+
+@contextmanager
+def showing_together(recipes: Sequence[Recipe], folders: Sequence[Path], quiet: bool, as_json: bool) -> Iterator[list[Report]]:
+    """Displays for runs that train at the same time."""
+
+    def tagged(folder: Path) -> Report:
+        return lambda record: None if record["kind"] == "step" else print_json({"run": str(folder), **record})
+
+    with ExitStack() as stack:
+        displays: list[TrainingDisplay] = []
+        for recipe in recipes:
+            name = f"{recipe.name}, seed {recipe.seed}"
+            display = TrainingDisplay(recipe, name=name, quiet=quiet or as_json, beside=displays[0] if displays else None)
+            displays.append(stack.enter_context(display))
+        try:
+            yield [tagged(folder) for folder in folders] if as_json else list(displays)
+        except StoppedError as error:
+            again = " ".join(shlex.quote(str(folder)) for folder in folders)
+            error.args = (f"{error}, all saved; go on with each by: selfnorm train --resume RUN, for {again}",)
+            raise
+
+
+def print_seeds(results: Sequence[Result]) -> None:
+    """What several seeds of a recipe came to."""
+    nlls = [result.test.nll for result in results]
+    mean = f"{statistics.mean(nlls):.2f}"
+    mean += f" ± {statistics.stdev(nlls) / math.sqrt(len(nlls)):.2f}" if len(nlls) > 1 else ""
+    each = ", ".join(f"{nll:.2f}" for nll in nlls)
+    OUT.print(f"test NLL {mean} nats: exact, mean and standard error over {len(nlls)} seeds ({each})")
 
 
 def print_result(folder: Path, result: Result, as_json: bool) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +29,8 @@ from selfnorm.report.provenance import provenance
 from selfnorm.train.checkpoint import Checkpoint, read
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Report, Trainer, threads
-from selfnorm.train.stopping import StopRequests
+from selfnorm.train.stopping import DivergedError, StopRequests
+from selfnorm.train.together import run_together
 
 
 @dataclass(frozen=True)
@@ -70,15 +73,47 @@ def start_run(
     save_every: float = 30.0,
 ) -> Result:
     """Train a recipe into a new folder. `save_every`: seconds between checkpoints."""
-    folder = RunFolder(path)
     recipe = settled(recipe)
     dataset = dataset_of(recipe, on_progress)
     memory = PeakMemory(device)
-    trainer = Trainer(recipe, dataset, device=device, folder=folder, report=report, save_every=save_every)
+    trainer = Trainer(recipe, dataset, device=device, folder=RunFolder(path), report=report, save_every=save_every)
+    with _new(trainer):
+        trainer.run()
+        return _finish(trainer, memory)
+
+
+def start_runs(
+    recipes: Sequence[Recipe],
+    paths: Sequence[Path],
+    *,
+    device: torch.device | str = "cpu",
+    reports: Sequence[Report],
+    on_progress: OnProgress | None = None,
+    save_every: float = 30.0,
+) -> list[Result | DivergedError]:
+    """Train recipes for the same data at once, in one process, each into a new folder. What they share cannot tell each one's
+    memory, so that is not known."""
+    recipes = [settled(recipe) for recipe in recipes]
+    dataset = dataset_of(recipes[0], on_progress)
+    trainers = [
+        Trainer(recipe, dataset, device=device, folder=RunFolder(path), report=report, save_every=save_every)
+        for recipe, path, report in zip(recipes, paths, reports, strict=True)
+    ]
+    with ExitStack() as locks:
+        for trainer in trainers:
+            locks.enter_context(_new(trainer))
+        diverged = run_together(trainers)
+        return [error or _finish(trainer, None) for trainer, error in zip(trainers, diverged, strict=True)]
+
+
+@contextmanager
+def _new(trainer: Trainer) -> Iterator[None]:
+    """A trainer that has not begun, in its folder, which is made and locked."""
+    assert trainer.folder is not None
     trainer.start()
-    folder.create(recipe)
-    with folder.locked():
-        return _finish(trainer, folder, report, memory)
+    trainer.folder.create(trainer.recipe)
+    with trainer.folder.locked():
+        yield
 
 
 def resume_run(
@@ -113,7 +148,8 @@ def resume_run(
         else:  # stopped before its first checkpoint
             trainer.start()
             folder.rewind_log(0)
-        return _finish(trainer, folder, report, memory)
+        trainer.run()
+        return _finish(trainer, memory)
 
 
 def _expect_same(checkpoint: Checkpoint, recipe: Recipe, dataset: Dataset) -> None:
@@ -143,9 +179,10 @@ def dataset_of(recipe: Recipe, on_progress: OnProgress | None = None) -> Dataset
     return load_dataset(recipe.data, recipe.data_dir, levels=recipe.levels, on_progress=on_progress)
 
 
-def _finish(trainer: Trainer, folder: RunFolder, report: Report | None, memory: PeakMemory) -> Result:
-    best = trainer.run()
-    peaks = [memory.mebibytes(), _earlier_peak(folder)]
+def _finish(trainer: Trainer, memory: PeakMemory | None) -> Result:
+    best, folder = trainer.best(), trainer.folder
+    assert folder is not None
+    peaks = [memory.mebibytes(), _earlier_peak(folder)] if memory else []
     recipe, dataset, device = trainer.recipe, trainer.dataset, trainer.device
     flow = best.flow().to(device)
     size, seed = recipe.eval_batch_size, recipe.seed
@@ -176,8 +213,7 @@ def _finish(trainer: Trainer, folder: RunFolder, report: Report | None, memory: 
         if records:
             figures.curves(folder.curves, records, flow.reconstruction_names, exact=flow.surrogate_is_exact)
         draw_samples(folder.samples, flow, trainer.train, dataset.columns)
-    if report:
-        report({"kind": "result", "folder": str(folder.path), **asdict(result)})
+    trainer.report({"kind": "result", "folder": str(folder.path), **asdict(result)})
     return result
 
 

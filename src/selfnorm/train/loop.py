@@ -50,7 +50,7 @@ class Trainer:
     ) -> None:
         self.recipe, self.dataset, self.folder = recipe, dataset, folder
         self.device = torch.device(device)
-        self._report = report or (lambda record: None)
+        self.report = report or (lambda record: None)
         self._save_every = save_every
         self.train = Examples(dataset.train, dataset.levels, self.device)
         self.validation = Examples(dataset.validation, dataset.levels, self.device)
@@ -101,18 +101,29 @@ class Trainer:
 
         Raises `StoppedError` after SIGINT or SIGTERM, the run saved, and `DivergedError`.
         """
-        self._clock = time.monotonic()
         with threads(self.recipe.threads), precision(self.recipe.precision), StopRequests() as stop:
+            for _ in self.advance(stop):
+                pass
+        return self.best()
+
+    def advance(self, stop: StopRequests) -> Iterator[None]:
+        """The same, piece by piece, for one who has other work to do in between; the pieces are a step or a few of them."""
+        self._clock = time.monotonic()
+        try:
             try:
-                self._loop_and_save(stop)
-            except DivergedError:
-                assert self._good is not None
-                self._write(self._good)
+                yield from self._loop(stop)
+            except StoppedError:
+                self.save()
                 raise
-            finally:
-                if self.folder:
-                    self.folder.close_log()
-            return self.best()
+            self.save()
+            stop.check()
+        except DivergedError:
+            assert self._good is not None
+            self._write(self._good)
+            raise
+        finally:
+            if self.folder:
+                self.folder.close_log()
 
     def best(self) -> Checkpoint:
         """The checkpoint of the best validation so far; before the first, of the start."""
@@ -135,16 +146,7 @@ class Trainer:
             save(self.folder.last, last)
         self._saved_at = time.monotonic()
 
-    def _loop_and_save(self, stop: StopRequests) -> None:
-        try:
-            self._loop(stop)
-        except StoppedError:
-            self.save()
-            raise
-        self.save()
-        stop.check()
-
-    def _loop(self, stop: StopRequests) -> None:
+    def _loop(self, stop: StopRequests) -> Iterator[None]:
         recipe, progress = self.recipe, self.progress
         if self.folder and not self.folder.last.exists():
             self.save()
@@ -180,10 +182,11 @@ class Trainer:
             now = time.monotonic()
             if now - self._told_at > 0.2:
                 self._told_at = now
-                self._report({"kind": "step", "step": progress.step, "total": self.total})
+                self.report({"kind": "step", "step": progress.step, "total": self.total})
             if self.folder and now - self._saved_at > self._save_every:
                 self.save()
             stop.check()
+            yield
 
     def _end_epoch(self, epoch: int, rate: float) -> None:
         steps = self.batches.steps_per_epoch
@@ -305,7 +308,7 @@ class Trainer:
         record = {"kind": kind, "step": self.progress.step, **facts, "seconds": self.progress.seconds}
         if self.folder:
             self.progress.log_length = self.folder.log(record)
-        self._report(record)
+        self.report(record)
 
     def _start_sums(self) -> None:
         weight = self.loss.penalty.weight

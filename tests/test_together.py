@@ -1,0 +1,88 @@
+"""Several runs in one process: as each would be alone, whatever becomes of the others."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+
+from commandline import fails, ok
+from selfnorm.data import load_dataset
+from selfnorm.runs import Result, start_run, start_runs
+from selfnorm.train.checkpoint import read
+from selfnorm.train.loop import Trainer
+from selfnorm.train.stopping import DivergedError, StoppedError
+from selfnorm.train.together import run_together
+from small_runs import SMALL, assert_same_runs, digits, same, started
+
+
+def silent(record):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["selfnorm", "sketch"])
+def test_each_run_is_what_it_would_be_alone(tmp_path, device, kind):
+    recipes = [digits(*SMALL, f"kind={kind}", f"seed={seed}", "precision=float32") for seed in (0, 5)]
+    paths = [tmp_path / str(recipe.seed) for recipe in recipes]
+    results = start_runs(recipes, paths, device=device, reports=[silent] * 2)
+    assert all(isinstance(result, Result) and result.peak_memory is None for result in results)
+    for recipe, path in zip(recipes, paths, strict=True):
+        start_run(recipe, tmp_path / f"alone-{recipe.seed}", device=device)
+        assert_same_runs(path, tmp_path / f"alone-{recipe.seed}")
+
+
+def test_one_that_diverges_costs_the_others_nothing(tmp_path):
+    bad, good = digits(*SMALL, "learning_rate=1e30", "warmup_epochs=0"), digits(*SMALL, "seed=1")
+    found = start_runs([bad, good], [tmp_path / "bad", tmp_path / "good"], reports=[silent] * 2)
+    assert isinstance(found[0], DivergedError)
+    assert found[1].epochs == 6
+    assert (tmp_path / "bad" / "best.safetensors").exists()
+
+
+def test_a_stop_saves_all_of_them(tmp_path):
+    def stopping(record):
+        if record["kind"] == "epoch" and record["epoch"] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    recipes = [digits(*SMALL, f"seed={seed}") for seed in range(3)]
+    paths = [tmp_path / str(seed) for seed in range(3)]
+    with pytest.raises(StoppedError):
+        start_runs(recipes, paths, reports=[silent, stopping, silent])
+    steps = [read(path / "last.safetensors").progress["step"] for path in paths]
+    assert max(steps) - min(steps) <= 1
+    assert 24 <= min(steps) <= 25
+
+
+def test_what_belongs_to_the_process_must_be_the_same():
+    with pytest.raises(ValueError, match="same threads and precision"):
+        run_together([started("threads=1"), started("threads=2")])
+
+
+def test_the_command_trains_seeds_together_and_tells_their_mean(tmp_path):
+    short = ["--set", "epochs=2", "--set", "warmup_epochs=1"]
+    said = ok("train", "digits-fc-snf", *short, "--seeds", "2", "--seed", "7", "--run", tmp_path / "run", "-q")
+    assert "over 2 seeds" in said
+    seeds = [read(path / "last.safetensors").recipe.seed for path in (tmp_path / "run", tmp_path / "run-seed8")]
+    assert seeds == [7, 8]
+    lines = ok("train", "digits-fc-snf", *short, "--seeds", "2", "--run", tmp_path / "other", "--json").splitlines()
+    records = [json.loads(line) for line in lines]
+    assert {record["run"] for record in records} == {str(tmp_path / "other"), str(tmp_path / "other-seed1")}
+    assert sum(record["kind"] == "result" for record in records) == 2
+    assert "no --twin" in fails("train", "digits-fc-snf", "--seeds", "2", "--twin")
+    assert "--seeds" in fails("train", "--resume", tmp_path / "run", "--seeds", "2")
+
+
+@pytest.mark.gpu
+def test_runs_on_streams_of_their_own_are_what_they_are_alone():
+    recipes = [digits(*SMALL, f"seed={seed}", "precision=float32") for seed in range(3)]
+    data = load_dataset("digits")
+    together = [Trainer(recipe, data, device="cuda") for recipe in recipes]
+    for trainer in together:
+        trainer.start()
+    assert run_together(together) == [None] * 3
+    for recipe, trainer in zip(recipes, together, strict=True):
+        alone = Trainer(recipe, data, device="cuda")
+        alone.start()
+        assert same(alone.run(), trainer.best())
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
