@@ -1,10 +1,23 @@
 """The coupling network, written out by hand."""
 
+from contextlib import nullcontext
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
 from selfnorm import AffineCoupling, ConditionalAffine
+from selfnorm.layers.network import WIDEST_CHANGE, MatrixAffine
+from selfnorm.precision import PRECISIONS, precision
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """New memory holds NaN, so that whatever a kernel leaves unwritten is seen."""
+    empty, empty_like = torch.empty, torch.empty_like
+    monkeypatch.setattr(torch, "empty", lambda *args, **options: empty(*args, **options).fill_(torch.nan))
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **options: empty_like(*args, **options).fill_(torch.nan))
 
 
 def network_by_hand(affine, context):
@@ -63,3 +76,133 @@ def test_a_coupling_starts_as_the_identity_512_wide():
     z, log_det = layer(x)
     assert torch.equal(z, x) and not log_det.any()
     assert layer.affine.hidden == ConditionalAffine(1, 1).hidden == 512
+
+
+def test_the_names_in_a_state_dict_are_what_they_were():
+    network = ["network.0.weight", "network.0.bias", "network.2.weight", "network.2.bias", "last.weight", "last.bias"]
+    assert list(ConditionalAffine(2, 3, hidden=5).state_dict()) == ["last_log_scale", *network]
+    assert list(AffineCoupling(4, hidden=5).state_dict()) == [f"affine.{name}" for name in ["last_log_scale", *network]]
+
+
+# (N, channels, H, W), hidden, context channels: odd sizes, one row, one pixel, channels beyond what is fused into one kernel.
+COUPLINGS = [
+    ((3, 4, 5, 4), 24, 0),
+    ((2, 5, 3, 7), 33, 0),
+    ((1, 2, 1, 1), 1, 0),
+    ((1, 3, 1, 6), 7, 2),
+    ((2, 20, 3, 2), 40, 0),
+    ((7, 4, 9, 5), 17, 1),
+]
+# Largest relative error, in norm, of values and of gradients. Log-determinants here are sums of both signs, and with tensor cores
+# a ReLU may open that was closed, so that more than the last digits differ; the kernels by themselves are tested to the last one.
+# bfloat16 is compared with plain code that rounds in the same places, but on CUDA once more where it adds a bias.
+TOLERANCE = {
+    "cpu": {"float32": (5e-6, 2e-5), "tf32": (5e-6, 2e-5), "bf16": (5e-3, 3e-2)},
+    "cuda": {"float32": (5e-6, 2e-5), "tf32": (1e-2, 1e-1), "bf16": (5e-2, 2e-1)},
+}
+
+
+def surrogate_and_gradients(layer, x, context, grad_z, grad_log_det):
+    inputs = [tensor.clone().requires_grad_() for tensor in (x, context) if tensor is not None]
+    z, log_det, reconstruction = layer.surrogate(inputs[0], context=inputs[1] if context is not None else None)
+    assert reconstruction.shape == (x.shape[0], 0)
+    gradients = torch.autograd.grad([z, log_det], [*inputs, *layer.parameters()], [grad_z, grad_log_det])
+    return (z, log_det), gradients
+
+
+def expect_close_to_float64(layer, x, context, value):
+    """The layer's surrogate in float32, by kernels, gives what it gives in float64, where they have no part."""
+    given = [x, context, torch.randn_like(x), torch.randn_like(x[:, 0, 0, 0])]
+    with torch.no_grad():  # Triton's interpreter rounds to bfloat16 towards zero, so let there be little to round
+        for parameter in layer.parameters():
+            parameter.copy_(parameter.bfloat16())
+    given = [None if tensor is None else tensor.bfloat16().double() for tensor in given]
+    with precision(value):
+        expected = surrogate_and_gradients(layer, *given)
+        got = surrogate_and_gradients(layer.float(), *(None if tensor is None else tensor.float() for tensor in given))
+    for tolerance, ours, theirs in zip(TOLERANCE[x.device.type][value], got, expected, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.dtype == torch.float32 and a.shape == b.shape
+            assert (a - b).norm() <= tolerance * b.norm() + 1e-30
+
+
+@pytest.mark.parametrize("value", PRECISIONS)
+@pytest.mark.parametrize(("shape", "hidden", "context_channels"), COUPLINGS)
+def test_the_fused_coupling_is_the_plain_one(device, kernels, poisoned, value, shape, hidden, context_channels):
+    layer = shaken(AffineCoupling(shape[1], hidden, context_channels)).to(device)
+    context = torch.randn(shape[0], context_channels, *shape[2:], device=device) if context_channels else None
+    expect_close_to_float64(layer, torch.randn(shape, device=device), context, value)
+
+
+@pytest.mark.parametrize("value", PRECISIONS)
+def test_a_fused_prior_is_the_plain_one(device, kernels, poisoned, value):
+    layer = shaken(ConditionalAffine(3, 2, 9)).to(device)
+    expect_close_to_float64(layer, torch.randn(2, 3, 4, 3, device=device), torch.randn(2, 2, 4, 3, device=device), value)
+
+
+def test_the_fused_coupling_takes_any_strides(device, kernels, poisoned):
+    layer = shaken(AffineCoupling(4, hidden=8)).float().to(device)
+    x = torch.randn(3, 4, 5, 6).float().to(device)
+    with precision("float32"):
+        z, log_det, _ = layer.surrogate(x)
+        strided = [
+            x.to(memory_format=torch.channels_last),
+            x.transpose(2, 3).contiguous().transpose(2, 3),
+            torch.stack([x, x], dim=-1)[..., 0],
+            torch.cat([x, x], dim=1)[:, 4:],
+        ]
+        for other in strided:
+            assert all(torch.equal(a, b) for a, b in zip(layer.surrogate(other)[:2], (z, log_det), strict=True))
+        # A sum's gradient has a stride of 0.
+        parameters = list(layer.parameters())
+        spread = torch.autograd.grad(z.sum() + log_det.sum(), parameters)
+    z, log_det, _ = layer.surrogate(x)
+    dense = torch.autograd.grad([z, log_det], parameters, [torch.ones_like(z), torch.ones_like(log_det)])
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(spread, dense, strict=True))
+
+
+def test_what_is_fused_is_inverted_exactly(device, kernels):
+    layer, x = shaken(AffineCoupling(6, hidden=8)).float().to(device), torch.randn(3, 6, 5, 4).float().to(device)
+    with precision("float32"):
+        z, log_det, _ = layer.surrogate(x)
+        back, back_log_det = layer.inverse(z)
+    assert type(z.grad_fn).__name__ == "MatrixAffineBackward"
+    assert_close(back, x, rtol=1e-4, atol=1e-4)
+    assert_close(back_log_det, -log_det, rtol=1e-5, atol=1e-4)
+
+
+def test_the_fused_coupling_starts_as_the_identity(device, kernels):
+    layer, x = AffineCoupling(4, hidden=8).float().to(device), torch.randn(2, 4, 3, 3).float().to(device)
+    z, log_det, _ = layer.surrogate(x)
+    assert torch.equal(z, x) and not log_det.any()
+
+
+def test_a_fused_surrogate_has_no_second_derivative(device, kernels):
+    layer, x = shaken(AffineCoupling(4, hidden=8)).float().to(device), torch.randn(2, 4, 3, 3).float().to(device)
+    z, log_det, _ = layer.surrogate(x.requires_grad_())
+    with pytest.raises(RuntimeError, match="no derivative of its own"):
+        torch.autograd.grad(z.sum() + log_det.sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("why", ["float64", "autocast", "empty", "wide"])
+def test_what_kernels_cannot_take_is_left_to_the_plain_code(device, kernels, why, monkeypatch):
+    monkeypatch.setattr(MatrixAffine, "apply", lambda *args: pytest.fail("went to the kernels"))
+    layer = shaken(AffineCoupling(2 * (WIDEST_CHANGE + 1) if why == "wide" else 4, hidden=8)).to(device)
+    x = torch.randn(0 if why == "empty" else 2, layer.channels, 3, 3, device=device)
+    if why != "float64":
+        layer, x = layer.float(), x.float()
+    with torch.autocast(device.type, torch.bfloat16, enabled=why == "autocast"):
+        z, log_det, _ = layer.surrogate(x)
+        exact_z, exact_log_det = layer(x)
+    assert torch.equal(z, exact_z) and torch.equal(log_det, exact_log_det)
+
+
+@pytest.mark.gpu
+def test_the_fused_coupling_never_waits_for_the_device(never_waiting):
+    layer, x = shaken(AffineCoupling(4, hidden=64)).float().cuda(), torch.randn(5, 4, 14, 14).float().cuda()
+    for value in PRECISIONS:
+        with precision(value):
+            for context in (nullcontext, never_waiting):  # the first call compiles
+                with context():
+                    z, log_det, _ = layer.surrogate(x)
+                    (z.square().sum() - log_det.sum()).backward()

@@ -6,6 +6,7 @@ import csv
 import shlex
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -13,6 +14,7 @@ import torch
 import typer
 
 import selfnorm
+from selfnorm.bench_cli import bench
 from selfnorm.command import (
     DataDir,
     Debug,
@@ -44,6 +46,7 @@ from selfnorm.display import (
     print_comparison,
     print_health,
     print_json,
+    print_profile,
     print_result,
     print_seeds,
     print_table,
@@ -61,6 +64,8 @@ from selfnorm.train.checkpoint import save
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.stopping import DivergedError, StoppedError
 from selfnorm.trained import Trained, write_samples
+
+app.add_typer(bench, name="bench")
 
 
 @command(
@@ -82,6 +87,9 @@ def train(
     data: DataDir = None,
     seed: Annotated[int | None, typer.Option(help="Short for --set seed=…")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Train so many at once, from the recipe's seed on, each in its own run.")] = 1,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="First tell where a step's time goes, by layer and by kind.")
+    ] = False,
     device: Device = "auto",
     on_divergence: OnDivergence = None,
     quiet: Quiet = False,
@@ -90,9 +98,10 @@ def train(
 ) -> None:
     """Train a recipe, watch it, and get its exact test likelihood, samples and curves. Stop it any time; `--resume` goes on."""
     if resume is not None:
-        if recipe or settings or run or twin or seed is not None or seeds > 1:
+        if recipe or settings or run or twin or profile or seed is not None or seeds > 1:
             raise ValueError(
-                "--resume: expected no recipe, --set, --run, --twin, --seed or --seeds beside it; a run goes on as it began"
+                "--resume: expected no recipe, --set, --run, --twin, --profile, --seed or --seeds beside it; a run goes on as it "
+                "began"
             )
         stored = RunFolder(resume).read_recipe()
         with showing(stored, resume, quiet, json) as display, transfers(quiet or json) as on_progress:
@@ -115,11 +124,13 @@ def train(
         ERR.print(f"selfnorm: {', '.join(idle)} will do nothing: no layer of {chosen.name} learns its inverse")
     folder = run or free_path(Path("runs") / chosen.name)
     if seeds > 1:
-        if twin:
-            raise ValueError("--seeds: expected no --twin beside it; `selfnorm compare RECIPE TWIN --seeds N` does both")
+        if twin or profile:
+            raise ValueError(
+                "--seeds: expected no --twin or --profile beside it; `selfnorm compare RECIPE TWIN --seeds N` trains both"
+            )
         _train_seeds(chosen, seeds, folder, device, quiet, json)
         return
-    result = _train(chosen, folder, device, quiet, json)
+    result = _train(chosen, folder, device, quiet, json, profile)
     if not twin:
         return
     named = folder if folder.name else folder.resolve()  # "." has no name
@@ -352,9 +363,16 @@ def version(show: Annotated[bool, typer.Option("--version", help="Show the versi
         raise typer.Exit
 
 
-def _train(recipe: Recipe, folder: Path, device: str, quiet: bool, as_json: bool) -> Result:
+def _train(recipe: Recipe, folder: Path, device: str, quiet: bool, as_json: bool, profile: bool = False) -> Result:
     with showing(recipe, folder, quiet, as_json) as display, transfers(quiet or as_json) as on_progress:
-        result = start_run(recipe, folder, device=the_device(device), report=display, on_progress=on_progress)
+        result = start_run(
+            recipe,
+            folder,
+            device=the_device(device),
+            report=display,
+            on_progress=on_progress,
+            on_profile=partial(print_profile, as_json=as_json) if profile else None,
+        )
     print_result(folder, result, as_json)
     return result
 

@@ -66,8 +66,11 @@ RunFolderOption = Annotated[
 ]
 
 
-def command(name: str, *examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a verb with examples under its help, and turn what goes wrong in it into one line and an exit status."""
+def command(name: str, *examples: str, of: typer.Typer = app) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a verb with examples under its help, and turn what goes wrong in it into one line and an exit status.
+
+    of: the part of the application that it belongs to.
+    """
 
     def register(verb: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(verb)
@@ -98,7 +101,7 @@ def command(name: str, *examples: str) -> Callable[[Callable[..., None]], Callab
                 raise typer.Exit(3 if isinstance(error, DivergedError) else 1) from None
 
         epilog = "Examples:\n\n" + "\n\n".join(f"`{example}`" for example in examples)
-        app.command(name, epilog=epilog)(guarded)
+        of.command(name, epilog=epilog)(guarded)
         return guarded
 
     return register

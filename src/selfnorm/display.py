@@ -26,6 +26,7 @@ from selfnorm.recipe import Recipe
 from selfnorm.runs import Result
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Report
+from selfnorm.train.profile import Piece
 from selfnorm.train.stopping import DivergedError, StoppedError
 
 # Results go to stdout, all else to stderr, so that the former can be piped. No markup: a path may have brackets in it.
@@ -185,6 +186,27 @@ def print_seeds(results: Sequence[Result]) -> None:
     mean += f" ± {statistics.stdev(nlls) / math.sqrt(len(nlls)):.2f}" if len(nlls) > 1 else ""
     each = ", ".join(f"{nll:.2f}" for nll in nlls)
     OUT.print(f"test NLL {mean} nats: exact, mean and standard error over {len(nlls)} seeds ({each})")
+
+
+def print_profile(pieces: Sequence[Piece], as_json: bool) -> None:
+    """Where a step's time goes: by layer, then by kind of layer, then by what else there is."""
+    if as_json:
+        print_json({"kind": "profile", "pieces": [piece._asdict() for piece in pieces]})
+        return
+    total = sum(piece.forward + piece.backward for piece in pieces)
+
+    def row(name: str, some: Sequence[Piece], of: str = "") -> tuple[str, ...]:
+        there, back = sum(piece.forward for piece in some), sum(piece.backward for piece in some)
+        way_back = f"{1e6 * back:.1f}" if back else "–"
+        return name, of, f"{1e6 * there:.1f}", way_back, f"{100 * (there + back) / total:.1f} %"
+
+    layers, rest = [piece for piece in pieces if piece.kind], [piece for piece in pieces if not piece.kind]
+    kinds = sorted({piece.kind for piece in layers})
+    rows = [row(f"layer {piece.place}", [piece], piece.kind) for piece in layers]
+    rows += [row(f"all {kind}", some, f"× {len(some)}") for kind in kinds if (some := [p for p in layers if p.kind == kind])]
+    rows += [row(piece.place, [piece]) for piece in rest]
+    rows.append(row("a step", pieces))
+    OUT.print(table("Where a step's time goes", ("", "kind", "forward µs", "backward µs", "share"), rows))
 
 
 def print_result(folder: Path, result: Result, as_json: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from selfnorm.report.provenance import provenance
 from selfnorm.train.checkpoint import Checkpoint, read
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Report, Trainer, threads
+from selfnorm.train.profile import Piece
 from selfnorm.train.stopping import DivergedError, StopRequests
 from selfnorm.train.together import run_together
 
@@ -70,14 +71,18 @@ def start_run(
     device: torch.device | str = "cpu",
     report: Report | None = None,
     on_progress: OnProgress | None = None,
+    on_profile: Callable[[list[Piece]], None] | None = None,
     save_every: float = 30.0,
 ) -> Result:
-    """Train a recipe into a new folder. `save_every`: seconds between checkpoints."""
+    """Train a recipe into a new folder. `save_every`: seconds between checkpoints; `on_profile` is told first where a step's time
+    goes."""
     recipe = settled(recipe)
     dataset = dataset_of(recipe, on_progress)
     memory = PeakMemory(device)
     trainer = Trainer(recipe, dataset, device=device, folder=RunFolder(path), report=report, save_every=save_every)
     with _new(trainer):
+        if on_profile:
+            on_profile(trainer.profile())
         trainer.run()
         return _finish(trainer, memory)
 

@@ -8,6 +8,8 @@ next replay. It sets seeds in the same way, which gives a step the noise that th
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
@@ -18,7 +20,7 @@ from selfnorm.data.batches import TrainingBatches, seed_of
 from selfnorm.factored import factored_gradients
 from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
 from selfnorm.objective import Loss, Metrics
-from selfnorm.train.step import BETAS, EPS, adam_state
+from selfnorm.train.step import BETAS, EPS, adam_state, unmarked
 
 # The first steps run as they are: they compile kernels and make libraries allocate what cannot be allocated in a capture.
 WARM_UP = 3
@@ -39,11 +41,12 @@ class CapturedStep:
 
     def __init__(self, loss: Loss, optimizer: torch.optim.Adam, batches: TrainingBatches, clip: float | None) -> None:
         self.loss, self.optimizer, self.batches, self.clip = loss, optimizer, batches, clip
-        self._front, self._flow = loss.flow.in_two()
+        self.front, self._flow = loss.flow.in_two()
         self._parameters = [parameter for parameter in loss.parameters() if parameter.requires_grad]
         self._tracked = [module for module in loss.modules() if isinstance(module, TrackedLinear | TrackedConv2d)]
         self._several = _steps_per_graph(batches.block, sum(1 for _ in loss.modules()))
         self._taken = 0
+        self.mark: Callable[..., None] = unmarked
         self._graphs = _Graphs(batches.examples.device)
         zeros = self._parameters[0].detach().new_zeros
         self.failed, self.lost = zeros(()), zeros(())
@@ -57,7 +60,7 @@ class CapturedStep:
         self._stored = self._stored.to(device)
         self._noise = torch.Generator(device)
         with torch.no_grad():
-            example = self._front.surrogate(zeros(1, *batches.examples.shape)).z
+            example = self.front.surrogate(zeros(1, *batches.examples.shape)).z
         self._behind_front = zeros(rows, *example.shape[1:])
         self._front_nll = zeros(batches.block)
         self._block: tuple[int, int] | None = None  # which one it is
@@ -91,6 +94,17 @@ class CapturedStep:
     def go_on(self) -> None:
         self.lost.zero_()
 
+    def seconds_for_batch(self, rounds: int = 5) -> float:
+        """What one step's share of making a block takes: the median of a few."""
+        times = []
+        for number in range(rounds):
+            synchronize(self._index.device)
+            began = time.perf_counter()
+            self._make_block(number, 0)
+            synchronize(self._index.device)
+            times.append(time.perf_counter() - began)
+        return statistics.median(times) / min(self.batches.block, self.batches.steps_per_epoch)
+
     def _make_block(self, epoch: int, number: int) -> None:
         index = self.batches.index(epoch, number)
         rows = len(index)
@@ -105,7 +119,7 @@ class CapturedStep:
     @torch.no_grad()
     def _prepare(self, rows: int) -> None:
         stored = self.batches.examples.stored[self._index[:rows]] if self._resident else self._stored[:rows]
-        x, log_det, _ = self._front.surrogate(self.batches.prepare(stored, self._noise))
+        x, log_det, _ = self.front.surrogate(self.batches.prepare(stored, self._noise))
         self._behind_front[:rows].copy_(x)
         steps = rows // self.batches.batch_size
         self._front_nll[:steps].copy_(-log_det.view(steps, -1).mean(1))
@@ -115,10 +129,13 @@ class CapturedStep:
             self._take_one(step, x, self._generators[step] if self._generators else None)
 
     def _take_one(self, step: int, x: Tensor, generator: torch.Generator | None) -> None:
-        # To clip gradients one must have them.
-        with factored_gradients() if self.clip is None else nullcontext([]) as factored:
+        self.mark("the rest of the loss")
+        with factored_gradients() if self.clip is None else nullcontext() as collected:  # to clip gradients one must have them
             value, metrics = self.loss.of(self._flow, x, generator=generator)
+            self.mark("the rest of the loss", backward=True)
             value.backward()
+        self.mark("norm of the gradient")
+        factored = collected.take() if collected else []
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         if self.clip is not None:
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
@@ -126,7 +143,8 @@ class CapturedStep:
             gradients = [norm]
         # What gradient scaling uses: one kernel looks at all of them (and multiplies by 1), and raises the flag.
         torch._amp_foreach_non_finite_check_and_unscale_([*gradients, value.detach()], self.failed, self._one)
-        frozen = torch.maximum(self.failed, self.lost) if self._tracked else self.failed
+        self.mark("Adam")
+        frozen = torch.maximum(self.failed, self.lost)
         self.optimizer.param_groups[0]["lr"] = self._rates[step]
         self.optimizer.found_inf = frozen  # type: ignore[attr-defined]
         self.optimizer.step()
@@ -136,6 +154,7 @@ class CapturedStep:
             for record in factored:
                 record.apply_adam(self._state, self._rates[step], frozen, self.failed, BETAS, EPS)
         self.optimizer.zero_grad(set_to_none=True)
+        self.mark("after the step")
         self.loss.after_step(metrics, generator=generator)
         self._losses[step].copy_(value.detach())
         surrogate, errors = metrics
@@ -145,6 +164,7 @@ class CapturedStep:
             self.lost.copy_(torch.maximum(self.lost, 1 - (residuals < self._limits).all().to(self.lost)))  # a NaN is lost, too
         self._surrogates[step].copy_(surrogate)
         self._errors[step].copy_(errors)
+        self.mark("end")
 
     def _state(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor, Tensor]:
         state = adam_state(self.optimizer, parameter)
@@ -154,6 +174,12 @@ class CapturedStep:
 def _steps_per_graph(block: int, modules: int) -> int:
     """As many as divide a block and make a graph of a moderate size."""
     return max(n for n in range(1, block + 1) if block % n == 0 and (n == 1 or n * modules <= GRAPH_MODULES))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _pinned(x: Tensor, device: torch.device) -> Tensor:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from selfnorm.bijection import Chain
 from selfnorm.data.batches import TrainingBatches
 from selfnorm.objective import Loss, Metrics
 
 BETAS, EPS = (0.9, 0.999), 1e-8  # the paper's Adam, which is everybody's
+
+
+def unmarked(begins: str, kind: str = "", backward: bool = False) -> None:
+    """What a step calls as its parts begin, unless somebody measures them."""
 
 
 class Step(Protocol):
@@ -46,6 +52,8 @@ class EagerStep:
         self.loss, self.optimizer, self.batches, self.clip = loss, optimizer, batches, clip
         self._parameters = [parameter for parameter in loss.parameters() if parameter.requires_grad]
         self._draws = loss.draws
+        self.mark: Callable[..., None] = unmarked
+        self.front = Chain()  # of the flow, the layers that are not in a step; here none
         device = self._parameters[0].device
         self.failed = torch.zeros((), device=device, dtype=torch.float32)  # what Adam's switch wants
         self._raised = torch.ones_like(self.failed)
@@ -59,23 +67,30 @@ class EagerStep:
 
     def __call__(self, epoch: int, index: int, *rates: float) -> Metrics:
         (learning_rate,) = rates
+        self.mark("the batch")
         x = self.batches.batch(epoch, index)
         self.optimizer.zero_grad(set_to_none=True)
         generator = self.batches.generator("probes", epoch, index) if self._draws else None
+        self.mark("the rest of the loss")
         value, metrics = self.loss(x, generator=generator)
+        self.mark("the rest of the loss", backward=True)
         value.backward()
+        self.mark("norm of the gradient")
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         # What nn.utils.get_total_norm does, without its sorting by device and dtype, which cost as much as the norm.
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         if self.clip is not None:
             nn.utils.clip_grads_with_norm_(self._parameters, self.clip, norm)
         self.failed = torch.where(norm + value.abs() < torch.inf, self.failed, self._raised)  # a NaN is below nothing
+        self.mark("Adam")
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         # The switch that gradient scaling uses: a fused step with found_inf = 1 leaves weights and moments alone.
         self.optimizer.found_inf = self.failed  # type: ignore[attr-defined]
         self.optimizer.step()
+        self.mark("after the step")
         self.loss.after_step(metrics, generator=generator)
+        self.mark("end")
         return metrics
 
 

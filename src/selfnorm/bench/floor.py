@@ -1,0 +1,180 @@
+"""The floor of a training step: the least time in which this machine could do its operations and move its bytes.
+
+    floor = max(operations / measured product rate, bytes / measured copy rate)
+
+operations:  those of all matrix products and convolutions of one step, forward and backward, as torch counts them in plain
+             PyTorch, and of factorisations and solves by the textbook: 2/3·m³ for an LU, 2m²k for a solve of k columns.
+bytes:       of each parameter 7 passes (read and written, both of Adam's moments read and written, its gradient once), of
+             each inverse that is tracked 2, and of what the step keeps for its backward pass 2 (written, read).
+
+Both rates are measured at the start of a run: a large product, in the precision that products have in training, and a large copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selfnorm.bench.timing import Effort, Failure, Work, measure
+from selfnorm.kernels.dispatch import used_on
+from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
+from selfnorm.precision import networks_in_bf16
+
+PASSES = 7  # over a parameter, in a step with Adam
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the machine does at best: operations a second of a product, and bytes a second of a copy, read and written."""
+
+    product: float
+    copy: float
+
+    def __str__(self) -> str:
+        return f"a product at {_scaled(self.product)}FLOP/s, a copy at {_scaled(self.copy)}B/s"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What one step does: operations, bytes that it must move, and bytes that it keeps for its backward pass."""
+
+    operations: float
+    moved: float
+    activations: float
+
+    def floor(self, ceilings: Ceilings) -> float:
+        """Seconds."""
+        return max(self.operations / ceilings.product, self.moved / ceilings.copy)
+
+
+def measure_ceilings(device: torch.device, seconds: float = 1.0) -> Ceilings:
+    """By a product of large square matrices and a copy that no cache holds, the best of many blocks each."""
+    gpu = device.type != "cpu"
+    side, values = (8192, 2**28) if gpu else (1536, 2**25)
+    if device.type == "cuda":
+        values = min(values, torch.cuda.mem_get_info(device)[0] // 32)
+    factors = torch.bfloat16 if networks_in_bf16() else torch.float32
+    a, b = (torch.randn(side, side, device=device, dtype=factors) for _ in range(2))
+    out, source = torch.empty_like(a), torch.zeros(values, device=device, dtype=torch.float32)
+    target = torch.empty_like(source)
+    works = {"product": Work(lambda: torch.mm(a, b, out=out)), "copy": Work(lambda: target.copy_(source))}
+    found = {}
+    for name, timing in measure(works, device, Effort(seconds=seconds / 2, warm_up=seconds / 4)).items():
+        if isinstance(timing, Failure):
+            raise RuntimeError(f"bench: the {name} that the floor is measured by failed: {timing.reason}")
+        found[name] = timing.low  # a ceiling is what can be reached
+    return Ceilings(product=2 * side**3 / found["product"], copy=2 * source.nbytes / found["copy"])
+
+
+def count(step: Callable[[], object], module: nn.Module) -> Counts:
+    """What an eager step of a module does. It is taken twice: once in plain PyTorch, whose products torch can count."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with used_on(), FlopCounterMode(display=False, custom_mapping=_linear_algebra()) as counter:
+        step()
+    activations = saved_bytes(step, module)
+    tracked = [layer for layer in module.modules() if isinstance(layer, TrackedLinear | TrackedConv2d)]
+    moved = PASSES * parameter_bytes(module) + 2 * sum(layer.weight_inv.nbytes for layer in tracked) + 2 * activations
+    return Counts(float(counter.get_total_flops()), float(moved), float(activations))
+
+
+def parameter_bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+
+
+def saved_bytes(step: Callable[[], object], module: nn.Module) -> int:
+    """Bytes that a step keeps from its forward for its backward pass, beside parameters and buffers; each storage once."""
+    own = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    seen: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if (where := _storage(tensor)) not in own:
+            seen[where] = tensor.untyped_storage().nbytes()
+        return tensor.detach()  # itself would be a cycle, for what a function both returns and keeps
+
+    # All that is kept lives until the backward pass, so that no two of them share an address.
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        step()
+    module.zero_grad(set_to_none=True)  # a graph that is captured next must not add to what this step left
+    return sum(seen.values())
+
+
+def bare_step(dimensions: int, layers: int, batch: int, device: torch.device) -> Callable[[], None]:
+    """What a self-normalizing fully connected step cannot do without: 6 products a layer, and Adam on W and R. Nothing else."""
+    W, R = ([torch.randn(dimensions, dimensions, device=device, dtype=torch.float32) for _ in range(layers)] for _ in range(2))
+    x = torch.randn(batch, dimensions, device=device, dtype=torch.float32)
+    parameters = [nn.Parameter(tensor / math.sqrt(dimensions)) for tensor in (*W, *R)]
+    weights = [parameter.detach() for parameter in parameters]
+    gradients = [torch.zeros_like(weight) for weight in weights]
+    optimizer = torch.optim.Adam(parameters, lr=1e-5, fused=True, capturable=device.type == "cuda")
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+    def run() -> None:
+        for layer in range(layers):
+            weight, inverse = weights[layer], weights[layers + layer]
+            z = x @ weight.mT
+            e = z @ inverse.mT
+            u = e @ inverse
+            _ = x @ weight
+            torch.mm(u.mT, x, out=gradients[layer])
+            torch.mm(e.mT, z, out=gradients[layers + layer])
+        optimizer.step()
+
+    return run
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _linear_algebra() -> dict[Any, Any]:
+    """How many operations torch's counter, which knows of products alone, is to count for factorisations and solves; and for
+    products in place, which it does not know either."""
+    aten = torch.ops.aten
+
+    def lu(shape: Iterable[int], *rest: Any, **options: Any) -> float:
+        *batch, rows, _ = shape
+        return math.prod(batch) * 2 * rows**3 / 3
+
+    def inverse(shape: Iterable[int], *rest: Any, **options: Any) -> float:
+        return 3 * lu(shape)
+
+    def solve(shape: Iterable[int], right: Iterable[int], *rest: Any, **options: Any) -> float:
+        return lu(shape) + substitute(shape, right)
+
+    def substitute(shape: Iterable[int], right: Iterable[int], *rest: Any, **options: Any) -> float:
+        *batch, rows, _ = shape
+        return math.prod(batch) * 2 * rows**2 * list(right)[-1]
+
+    def lu_solve(lu_: Iterable[int], pivots: Any, right: Iterable[int], *rest: Any, **options: Any) -> float:
+        return substitute(lu_, right)
+
+    def add_product(shape: Any, left: Iterable[int], right: Iterable[int], *rest: Any, **options: Any) -> float:
+        return 2 * math.prod(left) * list(right)[-1]
+
+    def triangular(shape: Iterable[int], right: Iterable[int], *rest: Any, **options: Any) -> float:
+        return substitute(shape, right) / 2
+
+    return {
+        aten.addmm_: add_product,
+        aten.baddbmm_: add_product,
+        aten._linalg_slogdet: lu,
+        aten.linalg_lu_factor_ex: lu,
+        aten.linalg_inv_ex: inverse,
+        aten._linalg_solve_ex: solve,
+        aten.linalg_lu_solve: lu_solve,
+        aten.linalg_solve_triangular: triangular,
+    }
+
+
+def _scaled(value: float) -> str:
+    for power, prefix in ((12, "T"), (9, "G"), (6, "M")):
+        if value >= 10**power:
+            return f"{value / 10**power:.3g} {prefix}"
+    return f"{value:.3g} "

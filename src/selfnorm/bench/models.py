@@ -1,0 +1,105 @@
+"""Which models `selfnorm bench` knows: recipes, on made-up data of their data set's shape, and a few that no recipe has."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+import torch
+
+from selfnorm.recipe import Recipe
+from selfnorm.recipes import RECIPES
+
+# One example's shape, and grey levels.
+SHAPES: dict[str, tuple[tuple[int, ...], int | None]] = {
+    "digits": ((1, 8, 8), 17),
+    "mnist": ((1, 28, 28), 256),
+    "cifar10": ((3, 32, 32), 256),
+    "imagenet32": ((3, 32, 32), 256),
+    **dict.fromkeys(("moons", "rings", "checkerboard", "spirals"), ((2,), None)),
+}
+# What the paper took for a step, in ms: MNIST on a 1080 Ti, CIFAR-10 on a Titan X. Keller et al. (2021).
+PAPER_MS = {
+    "mnist-fc-snf": 18.7,
+    "mnist-fc-exact": 44.9,
+    "mnist-fc-relative": 7.0,
+    "mnist-conv-snf": 212.5,
+    "mnist-conv-exact": 372.2,
+    "mnist-conv-emerging": 305.0,
+    "mnist-conv-exp": 304.4,
+    "mnist-glow-snf": 476.4,
+    "mnist-glow-exact": 583.4,
+    "cifar10-glow-snf": 1761.2,
+    "cifar10-glow-exact": 1841.3,
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to time.
+
+    bare:  not the model itself, but what it cannot do without: its matrix products, and Adam.
+    """
+
+    name: str
+    recipe: Recipe
+    shape: tuple[int, ...]
+    levels: int | None
+    bare: bool = False
+
+    @property
+    def family(self) -> tuple[str, tuple[int, ...]]:
+        """Models of one family differ in their layers alone; they are timed in turn."""
+        return self.recipe.model, self.shape
+
+    @property
+    def dimensions(self) -> int:
+        return math.prod(self.shape)
+
+
+def _known() -> dict[str, Model]:
+    models = {name: Model(name, recipe, *SHAPES[recipe.data]) for name, recipe in RECIPES.items()}
+    for name, side in (("fc3072", None), ("fc4096", 64)):
+        for kind in ("snf", "exact"):
+            shape = (3, 32, 32) if side is None else (1, side, side)
+            models[f"{name}-{kind}"] = Model(f"{name}-{kind}", replace(RECIPES[f"mnist-fc-{kind}"], threads=None), shape, 256)
+    for name in ("mnist-fc", "fc3072"):
+        models[f"{name}-bare"] = replace(models[f"{name}-snf"], name=f"{name}-bare", bare=True)
+    return models
+
+
+MODELS = _known()
+_FC = tuple(f"mnist-fc-{kind}" for kind in ("snf", "exact", "tracked", "sketch", "relative", "lu", "bare"))
+_CONV = tuple(f"mnist-conv-{kind}" for kind in ("snf", "exact", "tracked", "emerging", "exp"))
+_GLOW = ("mnist-glow-snf", "mnist-glow-exact", "cifar10-glow-snf", "cifar10-glow-exact")
+_DIGITS = ("digits-fc-snf", "digits-fc-exact", "digits-conv-snf", "digits-conv-exact")
+
+
+def default_models(device: torch.device) -> list[Model]:
+    """The paper's; on a CPU without its Glows, whose steps take seconds, and with small ones."""
+    names = (*_DIGITS, *_FC, *_CONV) if device.type == "cpu" else (*_FC, *_CONV, *_GLOW)
+    return [MODELS[name] for name in names]
+
+
+def choose(patterns: Iterable[str]) -> list[Model]:
+    """The models of names and patterns, such as "mnist-fc-*", in the order in which they are asked for."""
+    chosen: dict[str, Model] = {}
+    for pattern in (part.strip() for words in patterns for part in words.split(",")):
+        matches = [name for name in MODELS if fnmatchcase(name, pattern)]
+        if not matches:
+            close = difflib.get_close_matches(pattern, MODELS, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"--models: expected a name or pattern of {', '.join(MODELS)}, got {pattern!r}{hint}")
+        chosen |= {name: MODELS[name] for name in matches}
+    return list(chosen.values())
+
+
+def families(models: Sequence[Model]) -> list[list[Model]]:
+    """The models by family, both in their order."""
+    groups: dict[tuple[str, tuple[int, ...]], list[Model]] = {}
+    for model in models:
+        groups.setdefault(model.family, []).append(model)
+    return list(groups.values())

@@ -1,0 +1,255 @@
+"""The paper's timing figure: one fully connected layer of each kind as its dimension grows, with slopes and crossovers."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selfnorm.bench.graph import captured
+from selfnorm.bench.table import BenchTable, Cell, in_full, significant, source_of
+from selfnorm.bench.timing import Effort, Failure, Timing, Work, clock_mhz, measure, reason_for
+from selfnorm.bijection import Bijection
+from selfnorm.layers.tracked import TrackedLinear
+from selfnorm.models import LINEAR
+
+Told = Callable[[str], object]  # is called with a line about what was just measured
+BATCH = 128
+SMALLEST = 32
+MOST = 2**16
+RATE = 1e-6  # so small that no weight goes astray while it is timed
+# As the paper's figure and this library name them.
+KINDS = {
+    "learned": "selfnorm",
+    "Newton–Schulz": "tracked",
+    "sketch": "sketch",
+    "relative": "relative",
+    "LU": "lu",
+    "exact": "exact",
+}
+PARTS = ("gradient", "with Adam")
+Times = dict[str, dict[int, float]]  # seconds by kind and dimension
+
+
+@dataclass(frozen=True)
+class Point:
+    """A layer's time at a dimension. how: "graph" or "eager"."""
+
+    kind: str
+    part: str
+    dimensions: int
+    timing: Timing | None
+    how: str = "eager"
+    failure: str = ""
+
+
+def sizes(largest: int) -> list[int]:
+    """Powers of two from 32 on."""
+    if not SMALLEST <= largest <= MOST:
+        raise ValueError(f"--largest: expected a dimension from {SMALLEST} to {MOST}, got {largest}")
+    return [2**power for power in range(int(math.log2(SMALLEST)), int(math.log2(largest)) + 1)]
+
+
+def measure_scaling(
+    dimensions: Sequence[int],
+    device: torch.device,
+    *,
+    kinds: Sequence[str] = tuple(KINDS),
+    effort: Effort | None = None,
+    told: Told = str,
+) -> list[Point]:
+    """The time of each kind of layer at each dimension, without and with Adam; at each dimension all take turns."""
+    points: list[Point] = []
+    for size in dimensions:
+        # A capture that failed leaves traces: what could not be captured once is not tried again.
+        eager = {point.kind for point in points if point.timing and point.how == "eager"}
+        found = _at_size(size, device, kinds, eager, effort or Effort())
+        points += found
+        times = {point.kind: point.timing for point in found if point.part == PARTS[0]}
+        told(f"D = {size}: " + ", ".join(f"{kind} {1e3 * time.median:.3g} ms" for kind, time in times.items() if time))
+        gc.collect()
+        if device.type != "cpu":
+            torch.accelerator.empty_cache()
+    return points
+
+
+def layer_step(layer: Bijection, x: Tensor, optimizer: torch.optim.Optimizer | None = None) -> Callable[[], None]:
+    """`surrogate` and its backward pass as inside a flow, with a gradient for x too; then Adam, if given; then tracking."""
+    x = x.detach().requires_grad_()
+
+    def run() -> None:
+        layer.zero_grad(set_to_none=True)
+        x.grad = None
+        z, log_det, reconstruction = layer.surrogate(x)
+        loss = (0.5 * z.square().sum() - log_det.sum() + reconstruction.sum()) / len(x)
+        loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+        if isinstance(layer, TrackedLinear):
+            layer.track()  # `after_step` without the look at the device, which a training loop takes now and then
+
+    return run
+
+
+def slope(times: Mapping[int, float]) -> float | None:
+    """Of log t against log D, by least squares over the upper half of the dimensions; None for fewer than two."""
+    known = sorted(times)
+    upper = known[-max(2, math.ceil(len(known) / 2)) :]
+    if len(upper) < 2:
+        return None
+    x, y = [math.log(size) for size in upper], [math.log(times[size]) for size in upper]
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum((a - mean_x) ** 2 for a in x)
+
+
+def crossover(fast: Mapping[int, float], slow: Mapping[int, float]) -> float | None:
+    """The dimension from which on the first is the faster of the two, interpolated in logarithms.
+
+    The smallest that was measured, if it is faster from there on; infinity, if it is slower at the largest; None if they share
+    no dimension.
+    """
+    shared = sorted(fast.keys() & slow.keys())
+    if not shared:
+        return None
+    gains = [math.log(slow[size] / fast[size]) for size in shared]
+    if gains[-1] <= 0:
+        return math.inf
+    behind = [index for index, gain in enumerate(gains) if gain <= 0]
+    if not behind:
+        return float(shared[0])
+    last = behind[-1]
+    part = -gains[last] / (gains[last + 1] - gains[last])
+    return math.exp((1 - part) * math.log(shared[last]) + part * math.log(shared[last + 1]))
+
+
+def times_of(points: Sequence[Point], part: str) -> Times:
+    """Median seconds by kind and dimension."""
+    found: Times = {kind: {} for kind in dict.fromkeys(point.kind for point in points)}
+    for point in points:
+        if point.part == part and point.timing:
+            found[point.kind][point.dimensions] = point.timing.median
+    return {kind: times for kind, times in found.items() if times}
+
+
+def scaling_table(
+    dimensions: Sequence[int],
+    device: torch.device,
+    *,
+    effort: Effort | None = None,
+    command: str | None = None,
+    told: Told = str,
+) -> tuple[BenchTable, list[Point]]:
+    before = clock_mhz(device)
+    points = measure_scaling(dimensions, device, effort=effort, told=told)
+    clocks = (before, clock_mhz(device))
+    failures = [f"{point.kind}, D = {point.dimensions}, {point.part}: {point.failure}" for point in points if point.failure]
+    table = BenchTable(
+        title=f"One fully connected layer as it grows, batch {BATCH}",
+        about=_about(points, device),
+        columns=("D", "step", *(f"{kind}, ms" for kind in KINDS), "exact / learned"),
+        rows=[row for part in PARTS for row in rows_of(points, part)],
+        source=source_of(device, command, clocks),
+        details=[_details(point) for point in points],
+        failures=failures,
+    )
+    return table, points
+
+
+def rows_of(points: Sequence[Point], part: str) -> list[list[Cell]]:
+    """A row for each dimension, then the slopes, and from which D on each is faster than exact, and learned faster than it."""
+    times = times_of(points, part)
+    learned, exact = times.get("learned", {}), times.get("exact", {})
+    rows: list[list[Cell]] = []
+    for size in sorted({point.dimensions for point in points}):
+        ratio = exact[size] / learned[size] if size in learned and size in exact else None
+        cells = [times.get(kind, {}).get(size) for kind in KINDS]
+        rows.append([size, part, *(significant(1e3 * cell) if cell else None for cell in cells), significant(ratio)])
+    rows.append(["slope", part, *(_rounded(slope(times.get(kind, {}))) for kind in KINDS), None])
+    faster = [None if kind == "exact" else _from(crossover(times.get(kind, {}), exact), exact) for kind in KINDS]
+    rows.append(["faster than exact", part, *faster, None])
+    behind = [None if kind == "learned" else _from(crossover(learned, times.get(kind, {})), learned) for kind in KINDS]
+    rows.append(["slower than learned", part, *behind, None])
+    return rows
+
+
+def _at_size(size: int, device: torch.device, kinds: Sequence[str], eager: set[str], effort: Effort) -> list[Point]:
+    works: dict[str, Work] = {}
+    points: dict[str, Point] = {}
+    x = torch.randn(BATCH, size, device=device, dtype=torch.float32)
+    for kind in kinds:
+        for part in PARTS:
+            name = f"{kind}, {part}"
+            points[name] = Point(kind, part, size, None)
+            try:
+                run = _prepared(KINDS[kind], part, size, x, device)
+                graph = None if kind in eager else captured(run, device, _repeats(size))
+            except Exception as error:
+                points[name] = Point(kind, part, size, None, failure=reason_for(error))
+                continue
+            works[name] = graph or Work(run)
+            points[name] = Point(kind, part, size, None, "graph" if graph else "eager")
+    for name, timing in measure(works, device, effort).items():
+        point = points[name]
+        if isinstance(timing, Failure):
+            points[name] = Point(point.kind, point.part, size, None, point.how, timing.reason)
+        else:
+            points[name] = Point(point.kind, point.part, size, timing, point.how)
+    return list(points.values())
+
+
+def _prepared(kind: str, part: str, size: int, x: Tensor, device: torch.device) -> Callable[[], None]:
+    with torch.device(device):  # a tracker's first inverse is quick to compute there, too
+        layer: nn.Module = LINEAR[kind](size)
+    layer = layer.to(device, torch.float32)
+    assert isinstance(layer, Bijection)
+    optimizer = None
+    if part == PARTS[1]:
+        optimizer = torch.optim.Adam(layer.parameters(), lr=RATE, fused=True, capturable=device.type == "cuda")
+    return layer_step(layer, x, optimizer)
+
+
+def _repeats(size: int) -> int:
+    """Steps in a graph: many while they are short."""
+    return max(1, min(20, 20 * 1024 // size))
+
+
+def _from(size: float | None, measured: Mapping[int, float]) -> Cell:
+    if size is None:
+        return None
+    if math.isinf(size):
+        return "not yet"
+    return f"from {size:.0f}" if size > min(measured) else f"from {min(measured)} or less"
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 2)
+
+
+def _details(point: Point) -> dict[str, Any]:
+    return {
+        "kind": point.kind,
+        "part": point.part,
+        "dimensions": point.dimensions,
+        "how": point.how,
+        **in_full("step", point.timing),
+        "failure": point.failure,
+    }
+
+
+def _about(points: Sequence[Point], device: torch.device) -> str:
+    eager = sorted({point.kind for point in points if point.how == "eager" and point.timing})
+    how = ""
+    if device.type == "cuda":
+        how = " In CUDA graphs of up to 20 steps" + (f", but for {', '.join(eager)}, which cannot be captured." if eager else ".")
+    return (
+        f"Gradient: `surrogate` and its backward pass at batch {BATCH}, and tracking where there is any; with Adam: all that and "
+        "its step. Milliseconds, medians over blocks of at least 10 ms after a warm-up; at each D all kinds took turns."
+        f"{how} Learned: the self-normalizing layer; Newton–Schulz and sketch: tracked inverses; exact: by slogdet. Slope: of "
+        "log time against log D, by least squares over the upper half of the dimensions. Faster than exact, slower than learned: "
+        "the D from which on that holds, interpolated in logarithms."
+    )

@@ -1,0 +1,197 @@
+"""One timer for everything: warm-up until times settle, then blocks of calls, candidates in turn, medians and their spread.
+
+On CUDA a block lies between two device events, so that what counts is the device's time, gaps between kernels included; elsewhere
+between two looks at the clock, with a wait for the device. Candidates take turns, block by block, so that a slow moment of the
+machine hits all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+LEAST_BLOCKS = 3  # however slow a candidate is
+FIRST_CALLS = 2  # compile kernels, fill caches, capture graphs: they say nothing of what follows
+PATIENCE = 30.0  # seconds of warm-up after which a candidate counts as warm, whatever it does
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is timed.
+
+    run:    does it, some times over.
+    units:  how many times, in one call: a time is that of one of them.
+    """
+
+    run: Callable[[], object]
+    units: int = 1
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one unit of work: the median over blocks, and the quantiles between which 80 % of the blocks lie."""
+
+    median: float
+    low: float
+    high: float
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a candidate has no time."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure.
+
+    seconds:  of blocks, for each candidate, unless `LEAST_BLOCKS` take longer.
+    warm_up:  seconds before that, at most, the first calls aside.
+    block:    seconds that a block lasts, at least.
+    """
+
+    seconds: float = 2.0
+    warm_up: float = 1.0
+    block: float = 0.01
+    most_blocks: int = 200
+
+    @classmethod
+    def of(cls, seconds: float) -> Effort:
+        """About so many seconds for each candidate."""
+        return cls(seconds=seconds, warm_up=seconds / 2)
+
+
+@dataclass
+class _Candidate:
+    work: Work
+    calls: int = 1  # in a block
+    times: list[float] = field(default_factory=list)  # seconds of a unit, block by block
+    spent: float = 0.0
+    failure: Failure | None = None
+
+
+def measure(works: Mapping[str, Work], device: torch.device, effort: Effort | None = None) -> dict[str, Timing | Failure]:
+    """The time of each candidate, or why there is none: one that raises costs the others nothing."""
+    effort = effort or Effort()
+    candidates = {name: _Candidate(work) for name, work in works.items()}
+    for candidate in candidates.values():
+        _try(candidate, lambda candidate: _warm_up(candidate, device, effort))
+    for _ in range(effort.most_blocks):
+        waiting = [each for each in candidates.values() if not each.failure and not _has_enough(each, effort)]
+        if not waiting:
+            break
+        for candidate in waiting:
+            _try(candidate, lambda candidate: _time_a_block(candidate, device))
+    return {name: each.failure or summary(each.times) for name, each in candidates.items()}
+
+
+def summary(times: Iterable[float]) -> Timing:
+    """Median and 10 % and 90 % quantiles."""
+    ordered = sorted(times)
+    return Timing(statistics.median(ordered), quantile(ordered, 0.1), quantile(ordered, 0.9), len(ordered))
+
+
+def quantile(ordered: list[float], part: float) -> float:
+    """Of sorted values, interpolated."""
+    at = part * (len(ordered) - 1)
+    below = math.floor(at)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (at - below) * (ordered[above] - ordered[below])
+
+
+def seconds_of(run: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Of so many calls, one after another, until the device is done with the last."""
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(device)
+        start.record(stream)
+        for _ in range(calls):
+            run()
+        end.record(stream)
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(calls):
+        run()
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a device that works by itself."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def clock_mhz(device: torch.device) -> int | None:
+    """The clock of a GPU's multiprocessors after a moment's work, since it falls when idle; None where nobody tells."""
+    if device.type != "cuda":
+        return None
+    a = torch.ones(4096, 4096, device=device, dtype=torch.float32)
+    for _ in range(20):
+        a @ a
+    torch.cuda.synchronize(device)
+    try:
+        return int(torch.cuda.clock_rate(device))
+    except (ImportError, RuntimeError, OSError, AttributeError, ValueError):
+        pass
+    try:
+        which = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        query = ["nvidia-smi", "-i", which, "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
+        return int(subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout.split()[0])
+    except (AttributeError, OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+
+
+def reason_for(error: BaseException) -> str:
+    """An error as one short line."""
+    line = " ".join((str(error) or type(error).__name__).split())
+    if isinstance(error, torch.OutOfMemoryError):
+        line = "out of memory: " + line.removeprefix("CUDA out of memory. ")
+    elif not isinstance(error, ValueError | MemoryError):
+        line = f"{type(error).__name__}: {line}"
+    return line if len(line) <= 160 else line[:159] + "…"
+
+
+def _try(candidate: _Candidate, action: Callable[[_Candidate], None]) -> None:
+    if candidate.failure is None:
+        try:
+            action(candidate)
+        except Exception as error:
+            candidate.failure = Failure(reason_for(error))
+
+
+def _warm_up(candidate: _Candidate, device: torch.device, effort: Effort) -> None:
+    """Call it until a call takes about as long as the three before it, then say how many calls make a block."""
+    times: list[float] = []
+    while not _is_warm(times, effort):
+        times.append(seconds_of(candidate.work.run, 1, device))
+    candidate.calls = max(1, math.ceil(effort.block / max(min(times[-3:]), 1e-7)))
+
+
+def _is_warm(times: list[float], effort: Effort) -> bool:
+    later = times[FIRST_CALLS:]
+    if sum(times) >= PATIENCE or sum(later) >= effort.warm_up:
+        return True
+    usual = statistics.median(later[-4:-1]) if len(later) > 3 else math.inf
+    return abs(later[-1] - usual) < 0.1 * usual if len(later) > 3 else False
+
+
+def _time_a_block(candidate: _Candidate, device: torch.device) -> None:
+    seconds = seconds_of(candidate.work.run, candidate.calls, device)
+    candidate.times.append(seconds / (candidate.calls * candidate.work.units))
+    candidate.spent += seconds
+
+
+def _has_enough(candidate: _Candidate, effort: Effort) -> bool:
+    return candidate.spent >= effort.seconds and len(candidate.times) >= LEAST_BLOCKS

@@ -1,0 +1,124 @@
+"""Pictures of timings: bars of models beside each other, and lines of layers as they grow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from selfnorm.report.canvas import new_figure, png, rendered, write
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A model's time in milliseconds: median, 10 % and 90 % quantiles, and the least it could be, where that is known.
+
+    group:  bars of one group have one colour.
+    """
+
+    label: str
+    median: float
+    low: float
+    high: float
+    floor: float | None = None
+    group: str = ""
+
+
+def bars(path: str | Path, title: str, shown: Sequence[Bar], xlabel: str = "ms a training step") -> None:
+    """Horizontal bars on a logarithmic axis, in the order given, with their spread, their floors, and their medians as text."""
+    if not shown:
+        raise ValueError("bars: expected at least one time to draw, got none")
+    floors = [bar.floor for bar in shown if bar.floor]
+    left = min([*(bar.low for bar in shown), *floors]) / 1.6
+    right = max(bar.high for bar in shown) * 2.2
+    figure = new_figure(8.2, 1.3 + 0.27 * len(shown))
+    ax = figure.add_subplot()
+    groups = list(dict.fromkeys(bar.group for bar in shown))
+    for place, bar in enumerate(shown):
+        ax.barh(place, bar.median - left, left=left, height=0.66, color=f"C{groups.index(bar.group) % 10}", alpha=0.75)
+        ax.plot([bar.low, bar.high], [place, place], color="0.2", linewidth=1.2, solid_capstyle="butt")
+        ax.text(bar.high * 1.06, place, short(bar.median), va="center", fontsize=8)
+        if bar.floor:
+            ax.plot(bar.floor, place, "|", color="black", markersize=11, markeredgewidth=1.6)
+    ax.set(title=title, xlabel=xlabel, xscale="log", xlim=(left, right), ylim=(len(shown) - 0.4, -0.6))
+    ax.set_yticks(range(len(shown)), [bar.label for bar in shown], fontsize=8)
+    _plain_logarithms(ax, "x")
+    ax.grid(axis="x", color="0.9")
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+    notes = "bar: median; thin line: 10 % to 90 % of the blocks" + ("; black mark: the floor" if floors else "")
+    figure.supxlabel(notes, fontsize=8, color="0.35")
+    write(path, png(rendered(figure)))
+
+
+def growth(
+    path: str | Path,
+    title: str,
+    panels: Mapping[str, Mapping[str, Mapping[int, float]]],
+    slopes: Mapping[str, Mapping[str, float | None]],
+) -> None:
+    """Milliseconds against dimension, both logarithmic: by panel and kind of layer, with each kind's slope in the legend."""
+    panels = {name: kinds for name, kinds in panels.items() if any(kinds.values())}
+    if not panels:
+        raise ValueError("growth: expected at least one time to draw, got none")
+    figure = new_figure(4.7 * len(panels) + 0.4, 4.4)
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    order = list(dict.fromkeys(kind for kinds in panels.values() for kind in kinds))
+    sizes: list[int] = []
+    for ax, (name, kinds) in zip(axes, panels.items(), strict=True):
+        for kind, times in kinds.items():
+            slope = slopes.get(name, {}).get(kind)
+            label = kind if slope is None else f"{kind}, $D^{{{slope:.2f}}}$"
+            at = sorted(times)
+            index = order.index(kind)
+            ax.plot(
+                at,
+                [times[size] for size in at],
+                label=label,
+                color=f"C{index}",
+                marker=("o", "s", "^", "v", "D", "x")[index % 6],
+                markersize=4,
+                linewidth=1.3,
+            )
+            sizes += at
+        ax.set(title=name, xlabel="dimensions D", xscale="log", yscale="log")
+        ax.legend(frameon=False, fontsize=8, loc="upper left")
+        ax.grid(color="0.9")
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("ms a step")
+    for ax in axes:
+        _powers_of_two(ax, sorted(set(sizes)))
+        _plain_logarithms(ax, "y")
+    figure.suptitle(title, fontsize=11)
+    write(path, png(rendered(figure)))
+
+
+def short(value: float) -> str:
+    """Three digits, more only if they stand before the point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _powers_of_two(ax: Axes, sizes: Sequence[int]) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    ax.xaxis.set_major_locator(FixedLocator([float(size) for size in sizes]))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.tick_params(axis="x", labelsize=8)
+
+
+def _plain_logarithms(ax: Axes, which: str) -> None:
+    """0.1, 1, 10 instead of powers; between them 2 and 5 where there is room."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis = ax.xaxis if which == "x" else ax.yaxis
+    low, high = ax.get_xlim() if which == "x" else ax.get_ylim()
+    decades = math.log10(high / low)
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 3 else (1,), numticks=20))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())

@@ -1,0 +1,616 @@
+"""`selfnorm bench`: tables that are whole whatever fails, floors and slopes that are right, files that can be read back.
+
+No test looks at how long anything takes: the machine may be busy.
+"""
+
+import importlib
+import json
+import math
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from commandline import fails, invoke
+from selfnorm import ExactLinear, SelfNormLinear, TrackedLinear, bench_cli
+from selfnorm.bench import floor, memory, models, peers, scaling, steps, timing, training
+from selfnorm.bench.floor import Ceilings, Counts, bare_step, count, measure_ceilings, parameter_bytes, saved_bytes
+from selfnorm.bench.graph import captured
+from selfnorm.bench.models import MODELS, choose, default_models, families
+from selfnorm.bench.peers import FC, MISSING, Peer, peers_table
+from selfnorm.bench.scaling import Point, crossover, layer_step, rows_of, sizes, slope, times_of
+from selfnorm.bench.steps import COLUMNS, steps_table
+from selfnorm.bench.table import significant
+from selfnorm.bench.timing import Effort, Failure, Timing, Work, clock_mhz, measure, reason_for, summary
+from selfnorm.bench.training import training_step
+from selfnorm.models import fc_flow
+from selfnorm.report import timings
+from selfnorm.report.results import build
+from selfnorm.report.timings import Bar
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
+CPU = torch.device("cpu")
+BRIEF = Effort(seconds=0.001, warm_up=0.001, block=0.0001, most_blocks=5)
+
+
+@pytest.fixture
+def brief(monkeypatch):
+    """No measurement takes long."""
+    monkeypatch.setattr(bench_cli, "_effort", lambda *args, **options: BRIEF)
+    monkeypatch.setattr(steps, "measure_ceilings", lambda device, seconds: Ceilings(1e9, 1e9))
+    monkeypatch.setattr(steps, "BULK", 3)
+
+
+# The timer
+
+
+def test_a_timing_is_the_median_between_its_quantiles():
+    assert summary([5.0, 1.0, 3.0, 2.0, 4.0]) == Timing(3.0, 1.4, 4.6, 5)
+    assert summary([2.0]) == Timing(2.0, 2.0, 2.0, 1)
+    times = np.random.default_rng(0).exponential(size=37)
+    found = summary(times)
+    assert found.low == pytest.approx(np.quantile(times, 0.1)) and found.high == pytest.approx(np.quantile(times, 0.9))
+    assert found.low < found.median < found.high
+
+
+def test_the_timer_counts_units_and_warms_up(monkeypatch):
+    clock = iter(range(10_000))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))  # each look a second later: a block takes one
+    calls = {"one": 0, "five": 0}
+
+    def counting(name):
+        def run():
+            calls[name] += 1
+
+        return run
+
+    found = measure(
+        {"one": Work(counting("one")), "five": Work(counting("five"), 5)}, CPU, Effort(seconds=4.0, warm_up=100.0, block=0.5)
+    )
+    assert found == {"one": Timing(1.0, 1.0, 1.0, 4), "five": Timing(0.2, 0.2, 0.2, 4)}
+    assert calls == {"one": 6 + 4, "five": 6 + 4}  # 2 first calls, then 4 that agree
+
+
+def test_candidates_take_turns():
+    order = []
+    measure({name: Work(lambda name=name: order.append(name)) for name in "ab"}, CPU, BRIEF)
+    blocks = [name for index, name in enumerate(order) if index == 0 or order[index - 1] != name]
+    assert blocks[:2] == ["a", "b"] and blocks == ["a", "b"] * (len(blocks) // 2) and len(blocks) >= 6
+
+
+def test_a_candidate_that_fails_costs_the_others_nothing():
+    left = iter([None] * 4)
+
+    def later():
+        next(left)
+
+    def at_once():
+        raise ValueError("no good")
+
+    found = measure({"at once": Work(at_once), "fine": Work(lambda: None), "later": Work(later)}, CPU, BRIEF)
+    assert found["at once"] == Failure("no good") and found["later"] == Failure("StopIteration: StopIteration")
+    assert isinstance(found["fine"], Timing) and found["fine"].blocks >= timing.LEAST_BLOCKS
+
+
+def test_a_slow_candidate_gets_few_blocks(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def taking(seconds):
+        def run():
+            now[0] += seconds
+
+        return Work(run)
+
+    found = measure({"slow": taking(50.0), "fast": taking(0.1)}, CPU, Effort(seconds=2.0, warm_up=1.0, block=0.05))
+    assert found["slow"].blocks == timing.LEAST_BLOCKS and found["fast"].blocks in (20, 21)
+
+
+def test_an_interruption_is_no_failure():
+    def stop():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure({"stopped": Work(stop)}, CPU, BRIEF)
+
+
+def test_reasons_are_short_lines():
+    assert reason_for(torch.OutOfMemoryError("CUDA out of memory. Tried\nto allocate")) == "out of memory: Tried to allocate"
+    assert reason_for(RuntimeError("")) == "RuntimeError: RuntimeError"
+    assert len(reason_for(RuntimeError("x" * 1000))) == 160
+
+
+def test_only_a_gpu_has_a_clock_and_graphs():
+    assert clock_mhz(CPU) is None and captured(lambda: None, CPU) is None
+
+
+@pytest.mark.gpu
+def test_graphs_hold_what_never_waits():
+    device = torch.device("cuda")
+    total = torch.zeros((), device=device)
+    work = captured(lambda: total.add_(1), device, 5)
+    before = float(total)
+    work.run()
+    assert work.units == 5 and float(total) == before + 5
+    assert captured(lambda: total.item(), device) is None
+    assert torch.randn(3, device=device).isfinite().all()  # the generator is none the worse
+    assert clock_mhz(device) is None or clock_mhz(device) > 100
+
+
+# Floors
+
+
+def test_operations_of_a_step_are_counted():
+    D, N = 24, 8
+    counts = {}
+    for kind in (SelfNormLinear, ExactLinear, TrackedLinear):
+        layer = kind(D)
+        counts[kind] = count(layer_step(layer, torch.randn(N, D)), layer)
+    product = 2 * N * D * D
+    assert counts[SelfNormLinear].operations == 6 * product
+    assert counts[TrackedLinear].operations == 3 * product + 4 * D**3  # forward, two gradients; R and its error
+    # An LU, and its factors used for the inverse's columns.
+    assert counts[ExactLinear].operations == pytest.approx(3 * product + 2 * D**3 / 3 + 2 * D**3)
+
+
+def test_bytes_of_a_step_are_counted():
+    D, N = 24, 8
+    layer = TrackedLinear(D).float()
+    found = count(layer_step(layer, torch.randn(N, D, dtype=torch.float32)), layer)
+    parameters = 4 * (D * D + D)
+    assert parameter_bytes(layer) == parameters
+    assert found.moved == 7 * parameters + 2 * 4 * D * D + 2 * found.activations
+    assert found.activations >= 4 * 2 * N * D  # x and z at least
+    assert all(parameter.grad is None for parameter in layer.parameters())
+
+
+def test_saved_bytes_count_each_storage_once_and_no_parameter():
+    module = nn.Linear(6, 6, dtype=torch.float32)
+    x = torch.randn(5, 6, dtype=torch.float32)
+
+    def step():
+        h = x @ module.weight.T  # keeps x
+        (h * h.clone()).sum().backward()  # keeps h and its copy
+
+    assert saved_bytes(step, module) == 3 * x.nbytes
+
+
+def test_the_floor_is_the_slower_of_both_rates():
+    assert Counts(100.0, 100.0, 0.0).floor(Ceilings(10.0, 50.0)) == 10.0
+    assert Counts(100.0, 100.0, 0.0).floor(Ceilings(50.0, 10.0)) == 10.0
+
+
+def test_ceilings_are_measured(monkeypatch):
+    monkeypatch.setattr(floor, "measure", lambda works, *rest: {name: _taken(work) for name, work in works.items()})
+    found = measure_ceilings(CPU)
+    assert found == Ceilings(2 * 1536**3, 2 * 4 * 2**25) and str(found) == "a product at 7.25 GFLOP/s, a copy at 268 MB/s"
+    monkeypatch.setattr(floor, "measure", lambda works, *rest: dict.fromkeys(works, Failure("too hot")))
+    with pytest.raises(RuntimeError, match="too hot"):
+        measure_ceilings(CPU)
+
+
+def _taken(work):
+    work.run()
+    return Timing(2.0, 1.0, 3.0, 5)
+
+
+def test_the_bare_step_updates_all_weights():
+    run = bare_step(6, 2, 3, CPU)
+    cells = {name: cell.cell_contents for name, cell in zip(run.__code__.co_freevars, run.__closure__, strict=True)}
+    before = [weight.clone() for weight in cells["weights"]]
+    run()
+    assert len(before) == 4 and not any(torch.equal(old, new) for old, new in zip(before, cells["weights"], strict=True))
+
+
+# Models and their steps
+
+
+def test_models_are_recipes_and_more():
+    assert {"mnist-fc-snf", "cifar10-glow-exact", "fc3072-snf", "fc4096-exact", "mnist-fc-bare"} <= MODELS.keys()
+    assert MODELS["fc4096-snf"].dimensions == 4096 and MODELS["mnist-fc-bare"].bare
+    assert all(model.name == name for name, model in MODELS.items())
+    on_cpu, on_gpu = default_models(CPU), default_models(torch.device("cuda"))
+    assert not any(model.recipe.model == "glow" for model in on_cpu) and any(model.recipe.data == "digits" for model in on_cpu)
+    assert {"mnist-fc-sketch", "mnist-conv-exp", "cifar10-glow-snf"} <= {model.name for model in on_gpu}
+
+
+def test_patterns_choose_models():
+    assert [model.name for model in choose(["digits-fc-snf, moons-*", "digits-fc-s*"])] == [
+        "digits-fc-snf",
+        "moons-fc-snf",
+        "moons-fc-exact",
+        "digits-fc-sketch",
+    ]
+    with pytest.raises(ValueError, match="did you mean digits-fc-snf"):
+        choose(["digits-fc-sn"])
+    groups = families(choose(["digits-fc-snf", "digits-conv-snf", "digits-fc-exact"]))
+    assert [[model.name for model in group] for group in groups] == [["digits-fc-snf", "digits-fc-exact"], ["digits-conv-snf"]]
+
+
+@pytest.mark.parametrize("name", ["digits-fc-snf", "digits-fc-sketch", "digits-conv-emerging", "moons-fc-snf"])
+def test_a_training_step_moves_the_weights(name):
+    step = training_step(MODELS[name], CPU)
+    before = [parameter.detach().clone() for parameter in step.loss.parameters()]
+    step.eager()
+    for _ in range(2):
+        step.work.run()
+    assert step.work.units == 1 and not step.failed() and step.data_bytes == 0
+    assert any(not torch.equal(old, new) for old, new in zip(before, step.loss.parameters(), strict=True))
+    assert next(step.loss.parameters()).dtype == torch.float32
+
+
+class Steps:
+    """A step that takes one at a time at first, then five at once where a block of ten has as many left."""
+
+    steps_per_epoch = 20
+
+    def __init__(self):
+        self.taken = []
+
+    def reach(self, index):
+        return 5 if len(self.taken) >= 3 and index % 10 <= 5 else 1
+
+    def __call__(self, epoch, index, *rates):
+        self.taken += [(epoch, index + ahead) for ahead in range(len(rates))]
+
+
+def test_steps_follow_each_other_through_the_epochs():
+    fake = Steps()
+    run = training._Stepper(fake, fake, 10)
+    for calls in range(1, 6):
+        run()
+        assert len(fake.taken) == 10 * calls
+    assert fake.taken == [divmod(step, 20) for step in range(50)]
+    with pytest.raises(RuntimeError, match="a whole number of calls, got 1 too many"):
+        training._Stepper(fake, fake, 4)()
+
+
+@pytest.mark.gpu
+def test_a_training_step_on_a_gpu_is_many():
+    step = training_step(MODELS["digits-fc-tracked"], torch.device("cuda"))
+    count(step.eager, step.loss)
+    for _ in range(3):
+        step.work.run()
+    assert step.work.units > 1 and step.data_bytes > 0 and not step.failed()
+
+
+# steps
+
+
+@pytest.mark.usefixtures("brief")
+def test_the_table_of_steps(tmp_path):
+    chosen = choose(["digits-fc-snf", "digits-fc-exact", "mnist-fc-bare"])
+    chosen[2] = replace(chosen[2], shape=(1, 8, 8))
+    lines = []
+    table, measured = steps_table(chosen, CPU, effort=BRIEF, memory=False, command="selfnorm bench steps", told=lines.append)
+    assert table.columns == COLUMNS and [len(row) for row in table.rows] == [len(COLUMNS)] * 3 and not table.failures
+    snf, exact, bare = (dict(zip(COLUMNS, row, strict=True)) for row in table.rows)
+    for row in (snf, exact):
+        assert row["10 %"] <= row["ms a step"] <= row["90 %"] and row["ms a sample"] > 0 and row["samples/s"] > 0
+        assert row["floor / step, %"] == pytest.approx(100 * row["floor, ms"] / row["ms a step"], rel=0.06)
+        assert row["in a graph"] is None and row["peak MiB"] is None
+    assert exact["exact / this"] == 1 and bare["ms a step"] > 0 and bare["ms a sample"] is None
+    assert snf["exact / this"] == pytest.approx(measured[1].step.median / measured[0].step.median, rel=0.01)
+    assert [line.split(":")[0] for line in lines] == ["ceilings", "digits-fc-snf", "digits-fc-exact", "mnist-fc-bare"]
+    table.write(tmp_path / "deep" / "steps.json")
+    assert "| digits-fc-snf | " in build(tmp_path / "deep")
+    details = json.loads((tmp_path / "deep" / "steps.json").read_text())["details"]
+    assert details[0]["model"] == "digits-fc-snf" and details[0]["operations"] > 0 and details[0]["step_blocks"] >= 3
+
+
+@pytest.mark.usefixtures("brief")
+def test_a_model_that_fails_leaves_a_row(monkeypatch):
+    def make(model, device):
+        if model.name == "digits-fc-exact":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 PiB")
+        step = training_step(model, device)
+        return replace(step, failed=lambda: True) if model.name == "digits-fc-lu" else step
+
+    monkeypatch.setattr(steps, "training_step", make)
+    table, _ = steps_table(choose(["digits-fc-exact", "digits-fc-lu", "digits-fc-snf"]), CPU, effort=BRIEF, memory=False)
+    assert [row[0] for row in table.rows] == ["digits-fc-exact (failed)", "digits-fc-lu (failed)", "digits-fc-snf"]
+    assert table.rows[0][1:] == [None] * (len(COLUMNS) - 1) and table.rows[1][1] is None and table.rows[2][1] > 0
+    assert table.rows[2][4] is None  # no exact twin to compare with
+    assert table.failures[0] == "digits-fc-exact: out of memory: Tried to allocate 1 PiB"
+    assert "non-finite" in table.failures[1]
+
+
+@pytest.mark.usefixtures("brief")
+def test_a_flow_that_cannot_sample_keeps_its_step(monkeypatch):
+    monkeypatch.setattr(steps, "one_sample", lambda flow, device: lambda: flow.decode(torch.full((1, 64), math.nan)))
+    table, _ = steps_table(choose(["digits-fc-snf"]), CPU, effort=BRIEF, memory=False)
+    row = dict(zip(COLUMNS, table.rows[0], strict=True))
+    assert row["model"] == "digits-fc-snf" and row["ms a step"] > 0 and row["ms a sample"] is None
+    assert "no sample" in table.failures[0]
+
+
+# Memory
+
+
+def test_memory_of_a_step_in_its_own_process():
+    found = memory.memory_of(MODELS["digits-conv-snf"], CPU)
+    assert found.needed == 4 * found.weights + found.activations > 0
+    assert found.peak is None or found.peak > 0
+
+
+def test_the_table_of_memory(monkeypatch, tmp_path):
+    def fake(model, device):
+        if model.name == "digits-fc-lu":
+            raise ValueError("no room")
+        return memory.Memory(2**20, 2**21, 9 * 2**20 if model.name == "digits-fc-snf" else None)
+
+    monkeypatch.setattr(memory, "memory_of", fake)
+    chosen = choose(["digits-fc-snf", "digits-fc-exact", "digits-fc-lu", "mnist-fc-bare"])
+    table = memory.memory_table(chosen, CPU, command="selfnorm bench steps --memory")
+    assert table.rows == [
+        ["digits-fc-snf", 1.0, 1.0, 2.0, 2.0, 6.0, 9.0, 1.5],
+        ["digits-fc-exact", 1.0, 1.0, 2.0, 2.0, 6.0, None, None],
+        ["digits-fc-lu (failed)", *[None] * 7],
+    ]
+    assert table.failures == ["digits-fc-lu: no room"]
+    table.write(tmp_path / "memory.json")
+    assert "digits-fc-snf" in build(tmp_path)
+
+
+def test_a_process_that_fails_says_why(monkeypatch):
+    done = subprocess.CompletedProcess([], 1, "", "Traceback\nValueError: no good")
+    monkeypatch.setattr(memory.subprocess, "run", lambda *args, **options: done)
+    with pytest.raises(RuntimeError, match=r"^ValueError: no good$"):
+        memory.memory_of(MODELS["digits-fc-snf"], CPU)
+
+
+# scaling
+
+
+def test_sizes_are_powers_of_two():
+    assert sizes(32) == [32] and sizes(100) == [32, 64] and sizes(8192)[-1] == 8192 and len(sizes(8192)) == 9
+
+
+def test_slopes_are_of_the_upper_half():
+    cubic = {2**power: 3e-9 * 8.0**power for power in range(5, 12)}
+    assert slope(cubic) == pytest.approx(3)
+    launch_bound = dict.fromkeys((32, 64, 128), 1.0) | {size: size**2 / 256**2 for size in (256, 512, 1024, 2048)}
+    assert slope(launch_bound) == pytest.approx(2)
+    assert slope({32: 1.0}) is None and slope({}) is None and slope({32: 1.0, 64: 4.0}) == pytest.approx(2)
+
+
+def test_crossovers_are_interpolated_in_logarithms():
+    at = [32, 64, 128, 256, 512]
+    linear, cubic = {size: size / 100 for size in at}, {size: (size / 100) ** 3 for size in at}
+    assert crossover(linear, cubic) == pytest.approx(100)
+    assert crossover(cubic, linear) == math.inf
+    assert crossover(dict.fromkeys(at, 1.0), dict.fromkeys(at, 2.0)) == 32
+    assert crossover({32: 1.0}, {64: 1.0}) is None
+    # Slower, faster, slower, and faster for good: the last time counts.
+    wavering, other = {32: 2.0, 64: 1.0, 128: 4.0, 256: 1.0}, {32: 1.0, 64: 2.0, 128: 1.0, 256: 4.0}
+    assert crossover(wavering, other) == pytest.approx(128 * math.sqrt(2))
+
+
+def test_rows_of_scaling():
+    points = [
+        Point(kind, "gradient", size, Timing(seconds(size), 0.0, 1.0, 3))
+        for kind, seconds in (("learned", lambda D: 1e-3 * (D / 64) ** 2), ("exact", lambda D: 1e-3 * (D / 64) ** 3))
+        for size in (32, 64, 128, 256)
+    ] + [Point("sketch", "gradient", 32, None, failure="no")]
+    assert times_of(points, "with Adam") == {} and set(times_of(points, "gradient")) == {"learned", "exact"}
+    rows = rows_of(points, "gradient")
+    columns = dict(zip(("D", "part", *scaling.KINDS, "ratio"), zip(*rows, strict=True), strict=True))
+    assert columns["D"] == (32, 64, 128, 256, "slope", "faster than exact", "slower than learned")
+    assert columns["learned"] == (0.25, 1.0, 4.0, 16.0, 2.0, "from 64", None)
+    assert columns["exact"] == (0.125, 1.0, 8.0, 64.0, 3.0, None, "from 64")
+    assert columns["ratio"] == (0.5, 1.0, 2.0, 4.0, None, None, None)
+    assert columns["sketch"] == (None,) * 7
+
+
+def test_scaling_measures_all_kinds_and_parts(tmp_path, monkeypatch):
+    monkeypatch.setitem(scaling.LINEAR, "lu", lambda features: 1 / 0)
+    table, points = scaling.scaling_table([4, 8], CPU, effort=BRIEF, command="selfnorm bench scaling")
+    assert len(points) == 2 * 2 * len(scaling.KINDS) and len(table.rows) == 2 * (2 + 3)
+    for point in points:
+        assert (point.timing is None) == (point.kind == "LU") == bool(point.failure)
+    assert len(table.failures) == 4 and table.failures[0] == "LU, D = 4, gradient: ZeroDivisionError: division by zero"
+    table.write(tmp_path / "scaling.json")
+    assert "| slope | gradient |" in build(tmp_path)
+
+
+def test_a_layers_step_trains_and_tracks():
+    layer = TrackedLinear(6).float()
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.01)
+    before = layer.weight_inv.clone()
+    layer_step(layer, torch.randn(4, 6, dtype=torch.float32), optimizer)()
+    assert not torch.equal(before, layer.weight_inv) and layer.weight.grad is not None
+    assert (layer.weight_inv @ layer.weight.detach() - torch.eye(6)).norm() < 0.05
+
+
+# peers
+
+
+def test_peers_that_are_absent_say_so(monkeypatch, tmp_path):
+    original = importlib.import_module
+
+    def without(name, *rest):
+        if name.split(".")[0] in ("zuko", "nflows", "normflows"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name.split(".")[0])
+        return original(name, *rest)
+
+    monkeypatch.setattr(peers, "import_module", without)
+    monkeypatch.setattr(peers, "installed", lambda library: None)
+    monkeypatch.setattr(peers, "OURS", {FC: (MODELS["digits-fc-snf"],)})
+    table, rows = peers_table([FC], CPU, effort=BRIEF, command="selfnorm bench peers")
+    assert [row[-1] for row in table.rows] == [None, *[MISSING] * 4] and not table.failures
+    assert rows[0].step and not any(row.step for row in rows[1:])
+    assert table.source["zuko"] is None and table.source["nflows"] is None and "normflows" not in table.source
+    table.write(tmp_path / "peers.json")
+    assert "| MAF | zuko | 784 | – |" in build(tmp_path)
+
+
+def test_peers_are_timed_beside_ours(monkeypatch):
+    def make():
+        flow = fc_flow(784, layers=1, linear="lu")
+        return flow, lambda x: -flow.surrogate(x).log_det.mean()
+
+    def broken():
+        flow = fc_flow(784, layers=1, linear="lu")
+        return flow, lambda x: flow.no_such_thing
+
+    def half_installed():
+        raise ImportError("nflows needs umnn", name="umnn")
+
+    monkeypatch.setattr(peers, "OURS", {FC: (MODELS["digits-fc-snf"], MODELS["digits-fc-lu"])})
+    monkeypatch.setattr(peers, "installed", lambda library: "1.2.3")
+    others = [Peer("zuko", "good", FC, make), Peer("zuko", "broken", FC, broken), Peer("nflows", "half", FC, half_installed)]
+    table, rows = peers_table([FC], CPU, effort=BRIEF, peers=others)
+    assert [row.name for row in rows] == [
+        "selfnorm digits-fc-snf",
+        "selfnorm digits-fc-lu",
+        "zuko good",
+        "zuko broken",
+        "nflows half",
+    ]
+    assert [bool(row.step) for row in rows] == [True, True, True, False, False]
+    cells = [dict(zip(peers.COLUMNS, row, strict=True)) for row in table.rows]
+    assert cells[0]["this / ours"] == 1 and cells[2]["this / ours"] == significant(rows[2].step.median / rows[0].step.median)
+    assert "no_such_thing" in cells[3]["note"] and "needs umnn" in cells[4]["note"]
+    assert [line.split(":")[0] for line in table.failures] == ["zuko broken"]
+    assert table.source["zuko"] == "1.2.3" and cells[2]["parameters"] == 784 * 785
+
+
+@pytest.mark.parametrize("peer", [peer for peer in peers.PEERS if peer.shape == FC], ids=lambda peer: peer.model)
+def test_peers_that_are_there_train(peer):
+    pytest.importorskip(peer.library)
+    flow, loss = peer.make()
+    flow.float()
+    value = loss(torch.randn(3, 784, dtype=torch.float32))
+    value.backward()
+    assert value.shape == () and torch.isfinite(value)
+
+
+def test_the_peers_glow_is_whole():
+    pytest.importorskip("normflows")
+    flow, loss = peers.normflows_glow((1, 8, 8), 2, 2, hidden=8)
+    flow.float()
+    value = loss(torch.randn(3, 1, 8, 8, dtype=torch.float32))
+    assert value.shape == () and torch.isfinite(value)
+
+
+# Figures
+
+
+def drawn(path):
+    with Image.open(path) as picture:
+        pixels = np.asarray(picture.convert("RGB"))
+    return (pixels < 250).any() and pixels.shape
+
+
+def test_bars_are_drawn(tmp_path):
+    shown = [
+        Bar(f"model {index}", 10.0**index, 0.9 * 10.0**index, 1.2 * 10.0**index, floor=0.1, group=f"{index % 2}")
+        for index in range(4)
+    ]
+    timings.bars(tmp_path / "bars.png", "Steps", shown)
+    few = drawn(tmp_path / "bars.png")
+    timings.bars(tmp_path / "bars.png", "Steps", shown * 3)
+    assert few and drawn(tmp_path / "bars.png")[0] > few[0]
+    with pytest.raises(ValueError, match="at least one"):
+        timings.bars(tmp_path / "none.png", "Steps", [])
+
+
+def test_growth_is_drawn(tmp_path):
+    kinds = {"learned": {32: 1.0, 64: 2.0}, "exact": {32: 1.0, 64: 8.0}}
+    timings.growth(tmp_path / "one.png", "Growth", {"a": kinds, "b": {}}, {"a": {"learned": 1.0, "exact": None}})
+    timings.growth(tmp_path / "two.png", "Growth", {"a": kinds, "b": kinds}, {})
+    assert drawn(tmp_path / "one.png")[1] < drawn(tmp_path / "two.png")[1]
+    with pytest.raises(ValueError, match="at least one"):
+        timings.growth(tmp_path / "none.png", "Growth", {"a": {}}, {})
+
+
+# The command
+
+
+@pytest.mark.parametrize("verb", ["steps", "scaling", "peers"])
+def test_every_verb_explains_itself_by_examples(verb):
+    text = invoke("bench", verb, "--help").stdout
+    assert "Examples" in text and f"selfnorm bench {verb}" in text.split("Examples")[1]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("steps", "--models", "nonsense"), "--models: expected a name or pattern of digits-fc-snf, "),
+        (("steps", "--models", "mnist-fc-snff"), "did you mean mnist-fc-snf?"),
+        (("steps", "--device", "nonsense"), "--device"),
+        (("steps", "--seconds", "0"), "--seconds: expected a time above 0"),
+        (("steps", "--figure", "steps.pdf"), "--figure: expected a name that ends in .png, got steps.pdf"),
+        (("steps", "--memory", "--figure", "x.png"), "--figure: expected none with --memory"),
+        (("steps", "--json", "."), "--json: expected a file to write, got the folder ."),
+        (("peers", "--json", "x.png"), "--json: expected another name than a picture's"),
+        (("scaling", "--largest", "0"), "--largest: expected a dimension from 32 to 65536, got 0"),
+        (("scaling", "--largest", "31"), "--largest"),
+        (("scaling", "--device", "meta"), "--device"),
+        (("peers", "--seconds", "nan"), "--seconds"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_arguments(args, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert said in fails("bench", *args)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_of_at_once(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    assert "--json: expected a folder to write to" in fails("bench", "scaling", "--json", tmp_path / "file" / "x.json")
+
+
+@pytest.mark.usefixtures("brief")
+def test_steps_from_the_command(tmp_path):
+    done = invoke(
+        "bench", "steps", "--quick", "--models", "digits-fc-snf,digits-fc-exact", "--json", "out/steps.json", "--device", "cpu"
+    )
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("Training steps and samples") and "ms a step" in lines[1] and "in a graph" not in lines[1]
+    assert lines[2].startswith("digits-fc-snf") and lines[3].startswith("digits-fc-exact")
+    assert lines[-2:] == ["  out/steps.json", "  out/steps.png"] and "digits-fc-snf: " in done.stderr
+    assert drawn("out/steps.png") and "digits-fc-exact" in build("out")
+
+
+@pytest.mark.usefixtures("brief")
+def test_a_failure_from_the_command(monkeypatch):
+    monkeypatch.setattr(steps, "training_step", lambda model, device: 1 / 0)
+    args = ("--quick", "-q", "--models", "digits-fc-snf", "--json", "steps.json", "--device", "cpu")
+    done = invoke("bench", "steps", *args)
+    assert done.exit_code == 3 and "digits-fc-snf (failed)" in done.stdout and done.stderr == ""
+    assert "digits-fc-snf: ZeroDivisionError" in done.stdout and "steps.png" not in done.stdout  # nothing to draw
+    assert json.loads(Path("steps.json").read_text())["rows"][0][0] == "digits-fc-snf (failed)"
+
+
+@pytest.mark.usefixtures("brief")
+def test_scaling_and_peers_from_the_command(monkeypatch):
+    done = invoke("bench", "scaling", "--largest", "64", "--figure", "growth.png", "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    assert "faster than exact" in done.stdout and drawn("growth.png") and "D = 64: learned" in done.stderr
+    monkeypatch.setattr(peers, "OURS", {FC: (MODELS["digits-fc-snf"],)})
+    monkeypatch.setattr(peers, "PEERS", ())
+    done = invoke("bench", "peers", "-q", "--json", "peers.json", "--figure", "other.png", "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    assert drawn("other.png") and json.loads(Path("peers.json").read_text())["columns"][0] == "model"
+
+
+@pytest.mark.usefixtures("brief")
+def test_precision_is_set_for_the_run_alone(monkeypatch):
+    seen = []
+    monkeypatch.setattr(steps, "training_step", lambda *args: seen.append(torch.backends.cuda.matmul.allow_tf32) or 1 / 0)
+    before = torch.backends.cuda.matmul.allow_tf32
+    for value in ("float32", "tf32"):
+        invoke("bench", "steps", "--quick", "-q", "--models", "digits-fc-snf", "--precision", value, "--device", "cpu")
+    assert seen == [False, True] and torch.backends.cuda.matmul.allow_tf32 == before
+
+
+def test_every_data_set_of_a_recipe_has_a_shape():
+    assert {model.recipe.data for model in MODELS.values()} <= models.SHAPES.keys()

@@ -1,0 +1,286 @@
+"""Kernels for convolutions of small images, and for small determinants, against float64 and plain PyTorch."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from selfnorm import SelfNormConv2d
+from selfnorm.convmatrix import Geometry, convolve
+from selfnorm.kernels.dispatch import used_on
+from selfnorm.layers import exponential
+from selfnorm.layers.emerging import AutoregressiveConv2d
+from selfnorm.layers.exponential import ConvExponential
+from selfnorm.layers.selfnorm import _SelfNormConv2d
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+# Images (N, C, H, W) and the sides of two kernels: one channel and several, one tile of pixels and more, kernels that reach
+# beyond the image, rectangular ones, and an inverse that is smaller or larger.
+SHAPES = {
+    "one channel": ((2, 1, 6, 5), (3, 3), (3, 3)),
+    "several tiles of one channel": ((1, 1, 37, 31), (3, 1), (1, 3)),
+    "four channels": ((2, 4, 5, 7), (3, 3), (5, 3)),
+    "odd channels": ((1, 3, 4, 5), (5, 3), (3, 7)),
+    "many channels": ((2, 17, 3, 3), (3, 3), (3, 3)),
+    "several tiles": ((2, 2, 13, 23), (3, 5), (1, 1)),
+    "larger than the image": ((3, 2, 2, 3), (7, 5), (3, 3)),
+    "a single value": ((1, 1, 1, 1), (1, 1), (3, 3)),
+}
+
+
+@pytest.fixture(params=SHAPES.values(), ids=SHAPES)
+def shapes(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def short_sums(monkeypatch):
+    """Two rows at a time, so that few images make several steps."""
+    from selfnorm.kernels import conv, convseries
+
+    plain = conv.summing
+    for module in (conv, convseries):
+        monkeypatch.setattr(module, "summing", lambda rows: plain(32 * rows) | {"ROWS": 2})
+    return plain
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 100, 129, 1000])
+def test_sums_reach_the_last_row(short_sums, rows):
+    tiles = short_sums(rows)
+    assert rows <= tiles["ROWS"] * tiles["STEPS"] < 2 * rows + 2 * tiles["ROWS"]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Memory that a kernel should write to holds NaN, so that nothing it leaves out goes unseen."""
+    for name in ("empty", "empty_like"):
+        plain = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *args, plain=plain, **options: fill(plain(*args, **options)))
+    plain_new = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *args, **options: fill(plain_new(self, *args, **options)))
+
+
+def fill(tensor):
+    return tensor.fill_(torch.nan) if tensor.dtype == torch.float32 else tensor
+
+
+def normal(*shape, device, scale=1.0):
+    return (scale * torch.randn(shape)).to(device, torch.float32)
+
+
+def strided(tensor):
+    """The same values, neither contiguous nor in the usual order."""
+    return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def in_float64(*tensors):
+    return [None if tensor is None else tensor.detach().double().requires_grad_() for tensor in tensors]
+
+
+def agree(got, expected, tolerance=3e-6):
+    """Up to rounding, in the largest entry's measure: sums cancel."""
+    assert len(got) == len(expected)
+    for index, (one, other) in enumerate(zip(got, expected, strict=True)):
+        scale = max(1.0, other.abs().max().item())
+        assert_close(
+            one.double() / scale, other.double() / scale, atol=tolerance, rtol=0, msg=lambda text, index=index: f"{index}: {text}"
+        )
+
+
+def test_self_normalizing_convolution(shapes, device):
+    from selfnorm.kernels.conv import selfnorm_conv_backward, selfnorm_conv_forward
+
+    shape, sides, inverse_sides = shapes
+    n, channels = shape[:2]
+    x, w = normal(*shape, device=device), normal(channels, channels, *sides, device=device, scale=0.3)
+    r = normal(channels, channels, *inverse_sides, device=device, scale=0.3)
+    bias = normal(channels, device=device) if channels != 4 else None
+    arriving = normal(*shape, device=device), normal(n, device=device), normal(n, 1, device=device)
+    out, z, error, log_det, squares = selfnorm_conv_forward(strided(x), strided(w), r, bias)
+    gradients = selfnorm_conv_backward(x, z, error, w, strided(r), *[strided(grad) for grad in arriving])
+
+    X, W, R, B = in_float64(x, w, r, torch.zeros(channels, device=device) if bias is None else bias)
+    Z, zeros, expected = _SelfNormConv2d.apply(X, W, R, *Geometry())
+    torch.autograd.backward([Z + B[:, None, None], zeros, expected], [grad.double() for grad in arriving])
+    agree([out, z, error], [Z + B[:, None, None], Z, convolve(Z, R, Geometry()) - X])
+    agree([log_det, squares], [zeros, expected])
+    agree(gradients, [X.grad, W.grad, R.grad, B.grad])
+
+
+@pytest.mark.parametrize("terms", [0, 1, 3])
+def test_series_and_single_convolutions(shapes, terms, device):
+    from selfnorm.kernels.convseries import series_backward, series_forward
+
+    shape, sides, _ = shapes
+    n, channels = shape[:2]
+    x, k = normal(*shape, device=device), normal(channels, channels, *sides, device=device, scale=0.2)
+    bias = normal(channels, device=device) if terms != 3 else None
+    taps = None if terms else torch.rand(k.shape, device=device) < 0.7
+    centre = slice(None), slice(None), sides[0] // 2, sides[1] // 2
+    if taps is not None:
+        taps[centre] |= torch.eye(channels, device=device, dtype=torch.bool)
+    grad_z, grad_log_det = normal(*shape, device=device), normal(n, device=device)
+    z, log_det, kept = series_forward(strided(x), strided(k), bias, terms, taps)
+    gradients = series_backward(x, k, kept, strided(grad_z), grad_log_det, terms, taps)
+
+    X, K, B = in_float64(x, k, torch.zeros(channels, device=device) if bias is None else bias)
+    if terms:
+        total = exponential._exponential(X, K, terms)
+        diagonal = K[centre].diagonal()
+    else:
+        total = convolve(X, torch.where(taps, K, 0.0), Geometry())
+        diagonal = K[centre].diagonal().abs().log()
+    expected = [total + B[:, None, None], (shape[2] * shape[3] * diagonal.sum()).repeat(n)]
+    torch.autograd.backward(expected, [grad_z.double(), grad_log_det.double()])
+    agree([z, log_det], expected)
+    agree(gradients, [X.grad, K.grad, B.grad])
+
+
+def random_layer(layer, device):
+    layer = layer.to(device, torch.float32)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(normal(*parameter.shape, device=device, scale=0.1))
+    return layer
+
+
+LAYERS = {
+    "selfnorm": lambda: SelfNormConv2d(3, 3, inverse_kernel_size=5),
+    "selfnorm without bias": lambda: SelfNormConv2d(3, 3, bias=False),
+    "exponential": lambda: ConvExponential(3, 3),
+    "autoregressive": lambda: AutoregressiveConv2d(3, 3),
+    "mirrored": lambda: AutoregressiveConv2d(3, 3, mirrored=True, bias=False, mask="raster"),
+}
+
+
+def trained(layer, x):
+    """The loss's gradients, and what the surrogate gave."""
+    x = x.clone().requires_grad_()
+    z, log_det, reconstruction = layer.surrogate(x)
+    weights = torch.linspace(0.5, 1.5, x.shape[0], dtype=x.dtype, device=x.device)
+    loss = (weights * (z.square().flatten(1).sum(1) - log_det + 3 * reconstruction.sum(1))).sum()
+    return [z, log_det, reconstruction, *torch.autograd.grad(loss, [x, *layer.parameters()])]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_train_the_same_with_kernels_and_without(name, device, monkeypatch):
+    layer, x = random_layer(LAYERS[name](), device), normal(4, 3, 5, 6, device=device)
+    calls = []
+    for function in ("convolve",):  # the plain code's
+        for module in ("selfnorm", "exponential", "emerging"):
+            where = f"selfnorm.layers.{module}.{function}"
+            monkeypatch.setattr(where, lambda *args: calls.append(args) or convolve(*args))
+    fused = trained(layer, x)
+    assert not calls
+    with used_on():
+        plain = trained(layer, x)
+    assert calls
+    agree([value for value in fused if value.numel()], [value for value in plain if value.numel()], tolerance=1e-5)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_second_derivatives_are_refused(name, device):
+    layer, x = random_layer(LAYERS[name](), device), normal(2, 3, 4, 4, device=device).requires_grad_()
+    z, log_det, _ = layer.surrogate(x)
+    with pytest.raises(RuntimeError, match="surrogate: its gradient"):
+        torch.autograd.grad(z.square().sum() + log_det.sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((2, 2, 4, 4), {"dilation": 2}),
+        ((2, 2, 4, 4), {"groups": 2}),
+        ((2, 2, 4, 4), {"padding_mode": "circular"}),
+        ((1, 2, 64, 64), {}),
+        ((1, 34, 2, 2), {}),
+        ((1, 1, 4, 4), {"inverse_kernel_size": 9}),
+    ],
+)
+def test_what_kernels_do_not_take_is_left_to_plain_code(shape, options, device, monkeypatch):
+    calls = []
+    monkeypatch.setattr("selfnorm.layers.selfnorm.convolve", lambda *args: calls.append(args) or convolve(*args))
+    layer = random_layer(SelfNormConv2d(shape[1], 3, **options), device)
+    layer.surrogate(normal(*shape, device=device))
+    assert len(calls) == 2
+    layer = random_layer(SelfNormConv2d(2, 3), device)
+    layer.symmetric = True
+    layer.surrogate(normal(2, 2, 4, 4, device=device))
+    assert len(calls) > 2
+
+
+def test_the_order_of_programs_does_not_matter(device):
+    layer, x = random_layer(SelfNormConv2d(4, 3), device), normal(9, 4, 6, 6, device=device)
+    for one, other in zip(trained(layer, x), trained(layer, x), strict=True):
+        assert torch.equal(one, other)
+
+
+NORMS = {
+    "one channel": (1, (3, 3), (3, 2)),
+    "four": (4, (3, 3), (2, 2)),
+    "nine": (9, (1, 3), (1, 2)),
+    "larger than the image": (2, (1, 5), (2, 1)),
+}
+
+
+@pytest.mark.parametrize("scale", [0.01, 2.0], ids=["small", "large"])
+@pytest.mark.parametrize("name", NORMS)
+def test_held_kernels(name, scale, device):
+    channels, sides, size = NORMS[name]
+    w, grad = (normal(channels, channels, *sides, device=device, scale=s) for s in (scale, 1.0))
+    parameter = strided(w).requires_grad_()
+    k = exponential._HeldKernel.apply(parameter, exponential._torus(w, size))
+    k.backward(strided(grad))
+    (exact,) = in_float64(w)
+    sigma = exponential.norm_bound(exact, size)
+    assert (sigma > exponential.LARGEST_NORM) == (scale > 1)
+    expected = exact * (exponential.LARGEST_NORM / sigma.clamp_min(exponential.LARGEST_NORM))
+    expected.backward(grad.double())
+    agree([k, parameter.grad], [expected, exact.grad])
+
+
+def test_a_held_kernel_of_zeros_has_a_gradient(device):
+    w = torch.zeros(2, 2, 1, 3, dtype=torch.float32, device=device, requires_grad=True)
+    k = exponential._HeldKernel.apply(w, (2, 3))
+    k.sum().backward()
+    assert torch.equal(k, w) and torch.equal(w.grad, torch.ones_like(w))
+
+
+MATRICES = {
+    "noise": lambda c: torch.randn(c, c),
+    "permutation": lambda c: 2 * torch.eye(c)[torch.randperm(c)],
+    "zeros on the diagonal": lambda c: torch.randn(c, c) * (1 - torch.eye(c)) if c > 1 else torch.ones(1, 1),
+    "rows of all sizes": lambda c: torch.logspace(-4, 4, c)[:, None] * (torch.randn(c, c) + 2 * torch.eye(c)),
+    "rotation": lambda c: torch.linalg.qr(torch.randn(c, c)).Q,
+}
+
+
+@pytest.mark.parametrize("kind", MATRICES)
+@pytest.mark.parametrize("channels", [1, 2, 3, 19, 64])
+def test_small_determinants(kind, channels, device):
+    from selfnorm.kernels.smalldet import small_slogdet
+
+    matrices = torch.stack([MATRICES[kind](channels) for _ in range(3)]).to(device, torch.float32)
+    logabsdet, inverse_transposed = small_slogdet(strided(matrices))
+    exact = matrices.double()
+    inverse = torch.linalg.inv(exact)
+    assert logabsdet.shape == (3,)
+    assert_close(logabsdet.double(), torch.linalg.slogdet(exact).logabsdet, atol=1e-4, rtol=1e-5)
+    # Scaled by rows, the identity is what is left of a float32 inverse, up to its condition.
+    condition = torch.linalg.cond(exact).max().item() if kind != "rows of all sizes" else 1e4
+    scale = inverse.abs().amax((-2, -1), keepdim=True)
+    assert_close(inverse_transposed.double().mT / scale, inverse / scale, atol=1e-6 * max(3.0, condition), rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of divisions by zero
+def test_small_determinants_of_one_matrix_of_singular_ones_and_of_nan(device):
+    from selfnorm.kernels.smalldet import small_slogdet
+
+    one = torch.tensor([[0.0, 2.0], [-4.0, 0.0]], dtype=torch.float32, device=device)
+    logabsdet, inverse_transposed = small_slogdet(one)
+    assert logabsdet.shape == () and logabsdet.item() == pytest.approx(torch.tensor(8.0).log().item())
+    assert_close(inverse_transposed.cpu(), torch.tensor([[0.0, 0.5], [-0.25, 0.0]], dtype=torch.float32))
+    assert small_slogdet(torch.zeros(5, 3, 3, dtype=torch.float32, device=device))[0].tolist() == [-torch.inf] * 5
+    assert small_slogdet(torch.full((3, 3), torch.nan, dtype=torch.float32, device=device))[0].isnan()
+    with pytest.raises(ValueError, match=r"small_slogdet: expected square matrices of at most 64 rows, got \(65, 65\)"):
+        small_slogdet(torch.zeros(65, 65, dtype=torch.float32, device=device))
