@@ -1,17 +1,17 @@
 """Weight gradients that are handed to the optimiser as factors instead of being multiplied in the backward pass.
 
-The gradient of a dense layer's weight is aᵀb + s·M with a and b (N, D): multiplying it out writes D² numbers that the optimiser reads
-again, more bytes than all else of a small batch's backward pass. Inside of
+The gradient of a dense layer's weight is aᵀb + s·M with a and b (N, D): multiplying it out writes D² numbers that the optimiser
+reads again, more bytes than all else of a small batch's backward pass. Inside of
 
     with factored_gradients() as collected:
         loss(x).backward()
     for record in collected.take():
         record.apply_adam(...)
 
-a layer whose kernels are usable leaves a record here and its weights' `.grad` at None. Biases, and all other parameters, get their
-ordinary gradients. Records belong to the collector that was active in the forward pass; autograd's threads only append to it. They
-read the weights as these are when applied, so apply them before anything else changes the weights. Outside of the context all is as
-ever; inside of it, `torch.autograd.grad` for such a weight finds none.
+a layer whose kernels are usable leaves a record here and its weights' `.grad` at None. Biases and all other parameters get their
+ordinary gradients. Records belong to the collector that was active in the forward pass; autograd's threads only append to it.
+They read the weights as these are when applied, so apply them before anything else changes the weights. Outside of the context
+all is as ever; inside of it, `torch.autograd.grad` for such a weight finds none.
 """
 
 from __future__ import annotations
@@ -145,13 +145,13 @@ class PairRecord:
         self, state: AdamState, lr: Tensor, frozen: Tensor, failed: Tensor, betas: tuple[float, float], eps: float
     ) -> None:
         first, second = state(self.W), state(self.R)
-        tensors = (self.W, self.R, *first, *second, self.towards_w, self.x, self.towards_r, self.z, self.scale, lr, frozen, failed)
-        if not _can_update(self.W, self.R, *first, *second) or not usable(*tensors):
+        matrices = (self.W, self.R, *first, *second)
+        factors = (self.towards_w, self.x, self.towards_r, self.z, self.scale)
+        if not _can_update(*matrices) or not usable(*matrices, *factors, lr, frozen, failed):
             _plain_adam(self, state, lr, frozen, failed, betas, eps)
             return
         from selfnorm.kernels.update import State, adam_pair
 
-        factors = (self.towards_w, self.x, self.towards_r, self.z, self.scale)
         adam_pair(
             self.W, self.R, (State(*first), State(*second)), *factors, 0.5,
             lr=lr, frozen=frozen, failed=failed, betas=betas, eps=eps,

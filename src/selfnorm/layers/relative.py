@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selfnorm.bijection import Surrogate
+from selfnorm.factored import Collector, SingleRecord, collector_for
+from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.linear import (
     DenseMap,
     backward_in_full_precision,
@@ -46,7 +48,10 @@ class RelativeLinear(DenseMap):
     @in_full_precision
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
         self.check_input(x)
-        z, log_det = _RelativeLinear.apply(x, self.weight, self.bias)
+        if usable(x, self.weight, self.bias):
+            z, log_det = _FusedRelativeLinear.apply(x, self.weight, self.bias, collector_for(self.weight))
+        else:
+            z, log_det = _RelativeLinear.apply(x, self.weight, self.bias)
         return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -72,3 +77,32 @@ class _RelativeLinear(torch.autograd.Function):
         grad_W = (scale * W).addmm_(grad_z.mT, z @ W)
         grad_b = None if b is None else grad_z.mT @ (z @ b + 1) + scale * b
         return grad_z @ W if ctx.needs_input_grad[0] else None, grad_W, grad_b
+
+
+class _FusedRelativeLinear(torch.autograd.Function):
+    """The same by kernels: 3 products in 2 launches; the last, W's gradient, goes to a collector in factors, if there is one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, W: Tensor, b: Tensor | None, collector: Collector | None) -> tuple[Tensor, Tensor]:
+        from selfnorm.kernels.products import affine
+
+        log_det = x.new_empty(x.shape[0])
+        _, z = affine(x, W, b, zeros=log_det)
+        ctx.save_for_backward(z, W, b)
+        ctx.collector, ctx.weight = collector, W
+        return z, log_det
+
+    @staticmethod
+    @backward_in_full_precision
+    def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        refuse_second_derivative()
+        from selfnorm.kernels.products import times
+
+        z, W, b = ctx.saved_tensors
+        zW, grad_x = times(z, W, grad_z, W) if ctx.needs_input_grad[0] else times(z, W)
+        grad_b = None if b is None else torch.addmv(grad_log_det.sum() * b, grad_z.mT, (z @ b).add_(1))
+        record = SingleRecord(ctx.weight, grad_z, zW, W, False, grad_log_det)
+        if ctx.collector is not None and ctx.needs_input_grad[1]:
+            ctx.collector.append(record)
+            return grad_x, None, grad_b, None
+        return grad_x, record.gradients()[0], grad_b, None

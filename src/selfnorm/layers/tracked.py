@@ -21,7 +21,9 @@ from selfnorm.bijection import Surrogate
 from selfnorm.blocks import Dense
 from selfnorm.checks import count, describe, expect_shape, pair
 from selfnorm.convmatrix import tap_sums
-from selfnorm.inverses import invert, newton_schulz, sketch_and_project, transposed, widen
+from selfnorm.factored import Collector, SingleRecord, collector_for
+from selfnorm.inverses import invert, sketch_and_project, transposed, widen
+from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.kept import KeptInverse
 from selfnorm.layers.linear import ConvMap, DenseMap, backward_in_full_precision, in_full_precision, refuse_second_derivative
 
@@ -96,10 +98,10 @@ class _Tracked(KeptInverse):
         """Let R follow W, without waiting on the device. Where R is too far off it stays as it is, for `settle` to replace."""
         R = self.weight_inv
         if self.tracker == "newton-schulz":
-            error = self.multiply(R).neg_()
-            error.diagonal().add_(1)
-            residual = torch.linalg.vector_norm(error)
-            followed = newton_schulz(R, error)
+            excess = self.multiply(R)
+            excess.diagonal().sub_(1)
+            residual = torch.linalg.vector_norm(excess)
+            followed = torch.addmm(R, R, excess, alpha=-1)  # R(2I − WR), given WR − I
         else:
             Q = torch.randn(R.shape[0], self.rank, generator=generator, dtype=R.dtype, device=R.device)
             WQ = self.multiply(Q)
@@ -108,7 +110,7 @@ class _Tracked(KeptInverse):
             residual = torch.linalg.vector_norm(missing) / math.sqrt(self.rank)
             followed = sketch_and_project(R, missing, WQ)
         self.residual.copy_(residual)
-        self.weight_inv.copy_(torch.where(residual < self.largest_residual, followed, R))
+        torch.where(residual < self.largest_residual, followed, R, out=self.weight_inv)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -157,6 +159,14 @@ class TrackedLinear(_Tracked, DenseMap):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, tracker={self.tracker!r}"
+
+    @in_full_precision
+    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+        if not usable(x, self.weight, self.weight_inv, self.bias):
+            return super().surrogate(x, context=context)
+        self.check_input(x)
+        z, log_det = _FusedTrackedLinear.apply(x, self.weight, self.bias, self.weight_inv, collector_for(self.weight))
+        return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
 
     def multiply(self, columns: Tensor) -> Tensor:
         return self.weight @ columns
@@ -250,3 +260,39 @@ class _LogDetOfTracked(torch.autograd.Function):
         refuse_second_derivative()
         (R,) = ctx.saved_tensors
         return ctx.pull_back(transposed(R).mul_(grad.sum())), None, None, None
+
+
+class _FusedTrackedLinear(torch.autograd.Function):
+    """x (N, D), W, b (D,) or None, R -> Wx + b and the zeros above, by kernels: 2 products in 2 launches.
+
+    The third, W's gradient, goes to a collector as factors, if there is one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, W: Tensor, b: Tensor | None, R: Tensor, collector: Collector | None
+    ) -> tuple[Tensor, Tensor]:
+        from selfnorm.kernels.products import affine
+
+        log_det = x.new_empty(x.shape[0])
+        _, z = affine(x, W, b, zeros=log_det)
+        ctx.save_for_backward(x, W, R)
+        ctx.collector, ctx.weight = collector, W
+        return z, log_det
+
+    @staticmethod
+    @backward_in_full_precision
+    def backward(
+        ctx: Any, grad_z: Tensor, grad_log_det: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        refuse_second_derivative()
+        from selfnorm.kernels.products import times
+
+        x, W, R = ctx.saved_tensors
+        grad_x = times(grad_z, W)[0] if ctx.needs_input_grad[0] else None
+        grad_b = grad_z.sum(0) if ctx.needs_input_grad[2] else None
+        record = SingleRecord(ctx.weight, grad_z, x, R, True, grad_log_det)
+        if ctx.collector is not None and ctx.needs_input_grad[1]:
+            ctx.collector.append(record)
+            return grad_x, None, grad_b, None, None
+        return grad_x, record.gradients()[0], grad_b, None, None

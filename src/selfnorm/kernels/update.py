@@ -1,0 +1,286 @@
+"""Adam's step for matrices whose gradients come as factors, multiplied where they are used: no gradient goes through memory.
+
+    adam_pair    ∂W = towards_wᵀ x + s·Rᵀ,  ∂R = towards_rᵀ z − s·Wᵀ       a self-normalizing layer
+    adam_single  ∂W = aᵀ b + s·M, or s·Mᵀ                                  M = W by the relative gradient, Mᵀ = Rᵀ if R is tracked
+
+with s = factor·Σ scale, scale the gradients (N,) that arrived at the log-determinant. Then, for the t-th step and each element,
+
+    m ← β₁m + (1 − β₁)∂,  v ← β₂v + (1 − β₂)∂²,  W ← W − lr/(1 − β₁ᵗ) · m / (√(v/(1 − β₂ᵗ)) + ε)
+
+in place: Adam as torch's fused form has it, without weight decay. Lr, t and `frozen` are tensors on the device: with frozen ≠ 0
+nothing is written. An element whose gradient is not finite, or whose square is not, keeps what it has and sets `failed` to 1.
+
+A program owns the tile (i, j) of W and the tile (j, i) of R, all that depends on either, so it may write both where they are.
+Each matrix and moment is read and written once, 24D² bytes for a matrix, beside the factors, which come from the cache:
+(1/rows + 1/columns)·4ND² bytes for a product. Above `MOST` examples cuBLAS makes the product, and a pass over it the step.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from selfnorm.inverses import transposed
+from selfnorm.kernels.dispatch import allows_tf32
+
+MOST = 512
+
+
+class State(NamedTuple):
+    """What Adam keeps of a matrix: its moments (D, D), and the number of the step to be taken, a float tensor of one element."""
+
+    average: Tensor
+    square: Tensor
+    step: Tensor
+
+
+class Tiles(NamedTuple):
+    """rows × columns of W that a program updates, `depth` examples at a time."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def tiles(features: int, matrices: int) -> Tiles:
+    return Tiles(rows=32, columns=64, depth=32, warps=8, stages=3)
+
+
+def adam_pair(
+    W: Tensor,
+    R: Tensor,
+    states: tuple[State, State],
+    towards_w: Tensor,
+    x: Tensor,
+    towards_r: Tensor,
+    z: Tensor,
+    scale: Tensor,
+    factor: float,
+    *,
+    lr: Tensor,
+    frozen: Tensor,
+    failed: Tensor,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    by: Tiles | None = None,
+) -> None:
+    """One step of W and R (D, D), contiguous, in place; the factors are (N, D), scale (N,) or a scalar."""
+    examples, features = x.shape
+    if examples > MOST and by is None:
+        half = factor * scale.sum()
+        grad_w = transposed(R).mul_(half).addmm_(towards_w.mT, x)
+        grad_r = transposed(W).mul_(-half).addmm_(towards_r.mT, z)
+        for matrix, state, gradient in ((W, states[0], grad_w), (R, states[1], grad_r)):
+            adam_dense(matrix, state, gradient, lr=lr, frozen=frozen, failed=failed, betas=betas, eps=eps)
+        return
+    by = by or tiles(features, 2)
+    _expect_contiguous(W, R, *states[0], *states[1])
+    scale = scale.reshape(-1)
+    _pair_kernel[(triton.cdiv(features, by.columns), triton.cdiv(features, by.rows))](
+        W, *states[0], R, *states[1], towards_w.contiguous(), x.contiguous(), towards_r.contiguous(), z.contiguous(),
+        scale, factor, lr, frozen, failed, examples, features, scale.numel(), scale.stride(0),
+        *_constants(betas, eps), by.rows, by.columns, by.depth, triton.cdiv(examples, by.depth), *_sums(scale.numel()),
+        "tf32" if allows_tf32() else "ieee", num_warps=by.warps, num_stages=by.stages,
+    )  # fmt: skip
+
+
+def adam_single(
+    W: Tensor,
+    state: State,
+    a: Tensor,
+    b: Tensor,
+    addend: Tensor,
+    addend_transposed: bool,
+    scale: Tensor,
+    factor: float,
+    *,
+    lr: Tensor,
+    frozen: Tensor,
+    failed: Tensor,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    by: Tiles | None = None,
+) -> None:
+    """One step of W (D, D) for the gradient aᵀb + s·M, with a and b (N, D) and M the addend (D, D), transposed or not."""
+    examples, features = a.shape
+    if examples > MOST and by is None:
+        term = (transposed(addend) if addend_transposed else addend) * (factor * scale.sum())
+        adam_dense(W, state, term.addmm_(a.mT, b), lr=lr, frozen=frozen, failed=failed, betas=betas, eps=eps)
+        return
+    by = by or tiles(features, 1)
+    _single(W, state, a, b, addend, addend_transposed, scale, factor, lr, frozen, failed, betas, eps, by)
+
+
+def adam_dense(
+    W: Tensor,
+    state: State,
+    gradient: Tensor,
+    *,
+    lr: Tensor,
+    frozen: Tensor,
+    failed: Tensor,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+) -> None:
+    """One step of W (D, D) for a gradient that has been multiplied already."""
+    by = tiles(W.shape[0], 1)
+    _single(W, state, gradient[:0], gradient[:0], gradient, False, lr, 1.0, lr, frozen, failed, betas, eps, by)
+
+
+def _single(
+    W: Tensor, state: State, a: Tensor, b: Tensor, addend: Tensor, addend_transposed: bool, scale: Tensor, factor: float,
+    lr: Tensor, frozen: Tensor, failed: Tensor, betas: tuple[float, float], eps: float, by: Tiles,
+) -> None:  # fmt: skip
+    examples, features = a.shape
+    _expect_contiguous(W, *state)
+    scale = scale.reshape(-1)
+    _single_kernel[(triton.cdiv(features, by.columns), triton.cdiv(features, by.rows))](
+        W, *state, a.contiguous(), b.contiguous(), addend.contiguous(), scale, factor, lr, frozen, failed,
+        examples, features, scale.numel(), scale.stride(0), addend_transposed,
+        *_constants(betas, eps), by.rows, by.columns, by.depth, triton.cdiv(examples, by.depth), *_sums(scale.numel()),
+        "tf32" if allows_tf32() else "ieee", num_warps=by.warps, num_stages=by.stages,
+    )  # fmt: skip
+
+
+def _expect_contiguous(*matrices: Tensor) -> None:
+    for matrix in matrices:
+        if not matrix.is_contiguous():
+            raise ValueError(f"adam: expected contiguous matrices, to be updated in place, got strides {matrix.stride()}")
+
+
+def _constants(betas: tuple[float, float], eps: float) -> tuple[float, ...]:
+    """β₁, β₂, their logarithms and ε."""
+    return (*betas, *(math.log(beta) if beta else -math.inf for beta in betas), eps)
+
+
+def _sums(count: int) -> tuple[int, int]:
+    """How many at a time to sum `count` numbers, and how often."""
+    block = min(triton.next_power_of_2(count), 1024)
+    return block, triton.cdiv(count, block)
+
+
+@triton.jit
+def _sum(values, count, stride, SUMS: tl.constexpr, ROUNDS: tl.constexpr):
+    total = tl.zeros((SUMS,), tl.float32)
+    for turn in range(ROUNDS):
+        places = turn * SUMS + tl.arange(0, SUMS)
+        total += tl.load(values + places.to(tl.int64) * stride, mask=places < count, other=0.0)
+    return tl.sum(total)
+
+
+@triton.jit
+def _corrections(step, rate, LOG1: tl.constexpr, LOG2: tl.constexpr):
+    """lr/(1 − β₁ᵗ) and √(1 − β₂ᵗ). In float64, since at first β₂ᵗ is so close to 1 that their difference has few digits left."""
+    t = tl.load(step).to(tl.float64)
+    first = (1 - tl.exp(t * LOG1)).to(tl.float32)
+    second = (1 - tl.exp(t * LOG2)).to(tl.float32)
+    return tl.load(rate) / first, tl.sqrt(second)
+
+
+@triton.jit
+def _adam(
+    matrix, average, square, at, inside, value, gradient, size, root, frozen, failed,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, EPSILON: tl.constexpr,
+):  # fmt: skip
+    """One step of the tile with this value, for this gradient."""
+    m = tl.load(average + at, mask=inside, other=0.0)
+    # This adds nothing, unless m is not finite, but pins the gradient's layout to that of the loads: left to itself, the compiler
+    # carries weights and moments over to the product's layout, and their new values back, through shared memory.
+    gradient += m - m
+    v = tl.load(square + at, mask=inside, other=0.0)
+    squared = gradient * gradient
+    fine = squared < float("inf")  # a NaN is not
+    live = inside & (tl.where(tl.load(frozen) == 0, 1, 0) > 0)
+    # What must stay is written again: a mask that differs from element to element would keep stores from being wide.
+    m = tl.where(fine, BETA1 * m + (1 - BETA1) * gradient, m)
+    v = tl.where(fine, BETA2 * v + (1 - BETA2) * squared, v)
+    tl.store(average + at, m, mask=live)
+    tl.store(square + at, v, mask=live)
+    tl.store(matrix + at, tl.where(fine, value - size * m / (tl.sqrt(v) / root + EPSILON), value), mask=live)
+    wrong = tl.max(tl.max((live & (fine == 0)).to(tl.int32), axis=1), axis=0)
+    tl.store(failed, 1, mask=wrong > 0)
+
+
+@triton.jit
+def _product(
+    a, b, rows, columns, examples, features, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The tile of aᵀb with these rows and columns."""
+    result = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in range(STEPS):
+        depth = step * DEPTH + tl.arange(0, DEPTH)
+        lefts = a + depth[None, :].to(tl.int64) * features + rows[:, None]
+        rights = b + depth[:, None].to(tl.int64) * features + columns[None, :]
+        left = tl.load(lefts, mask=(depth[None, :] < examples) & (rows[:, None] < features), other=0.0)
+        right = tl.load(rights, mask=(depth[:, None] < examples) & (columns[None, :] < features), other=0.0)
+        result = tl.dot(left, right, result, input_precision=PRECISION)
+    return result
+
+
+@triton.jit
+def _pair_kernel(
+    W, W_average, W_square, W_step, R, R_average, R_square, R_step, towards_w, x, towards_r, z, scale, factor, rate, frozen,
+    failed, examples, features, count, stride, BETA1: tl.constexpr, BETA2: tl.constexpr, LOG1: tl.constexpr, LOG2: tl.constexpr,
+    EPSILON: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr,
+    SUMS: tl.constexpr, ROUNDS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    at = rows[:, None].to(tl.int64) * features + columns[None, :]
+    inside = (rows[:, None] < features) & (columns[None, :] < features)
+    across = columns[:, None].to(tl.int64) * features + rows[None, :]
+    reach = (columns[:, None] < features) & (rows[None, :] < features)
+    gradient_w = _product(towards_w, x, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
+    # R's as ∂Rᵀ = zᵀ towards_r − s·W, whose tile has the shape of W's.
+    gradient_r = _product(z, towards_r, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
+    half = factor * _sum(scale, count, stride, SUMS, ROUNDS)
+    value_r = tl.load(R + across, mask=reach, other=0.0)
+    value_w = tl.load(W + at, mask=inside, other=0.0)
+    gradient_w = _free(gradient_w) + half * tl.trans(value_r)
+    gradient_r = tl.trans(_free(gradient_r) - half * value_w)
+    size, root = _corrections(W_step, rate, LOG1, LOG2)
+    _adam(W, W_average, W_square, at, inside, value_w, gradient_w, size, root, frozen, failed, BETA1, BETA2, EPSILON)
+    size, root = _corrections(R_step, rate, LOG1, LOG2)
+    _adam(R, R_average, R_square, across, reach, value_r, gradient_r, size, root, frozen, failed, BETA1, BETA2, EPSILON)
+
+
+@triton.jit
+def _free(product):
+    """The same numbers, no longer tied to the layout in which the matrix units leave them, which is not how memory wants them."""
+    same, _ = tl.split(tl.join(product, product))
+    return same
+
+
+@triton.jit
+def _single_kernel(
+    W, average, square, number, a, b, addend, scale, factor, rate, frozen, failed, examples, features, count, stride,
+    TRANSPOSED: tl.constexpr, BETA1: tl.constexpr, BETA2: tl.constexpr, LOG1: tl.constexpr, LOG2: tl.constexpr,
+    EPSILON: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr,
+    SUMS: tl.constexpr, ROUNDS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    at = rows[:, None].to(tl.int64) * features + columns[None, :]
+    inside = (rows[:, None] < features) & (columns[None, :] < features)
+    if STEPS > 0:
+        gradient = _product(a, b, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
+    if TRANSPOSED:
+        across = columns[:, None].to(tl.int64) * features + rows[None, :]
+        reach = (columns[:, None] < features) & (rows[None, :] < features)
+        term = tl.trans(tl.load(addend + across, mask=reach, other=0.0))
+    else:
+        term = tl.load(addend + at, mask=inside, other=0.0)
+    value = tl.load(W + at, mask=inside, other=0.0)
+    if STEPS > 0:
+        gradient = _free(gradient) + factor * _sum(scale, count, stride, SUMS, ROUNDS) * term
+    else:
+        gradient = term
+    size, root = _corrections(number, rate, LOG1, LOG2)
+    _adam(W, average, square, at, inside, value, gradient, size, root, frozen, failed, BETA1, BETA2, EPSILON)
