@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from selfnorm.bijection import Bijection
+from selfnorm.bijection import Bijection, Surrogate
 from selfnorm.checks import count, describe, expect_like, expect_shape
 from selfnorm.layers.elementwise import sum_event
+from selfnorm.layers.network import MatrixAffine, Weights, fusable, read
+from selfnorm.precision import networks_in_bf16
 
 
 class ConditionalAffine(Bijection):
@@ -42,12 +44,23 @@ class ConditionalAffine(Bijection):
         log_scale, shift = self._read(z, context)
         return (z - shift) * (-log_scale).exp(), -sum_event(log_scale)
 
-    def _read(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
         expect_shape(self, x, self.channels, "H", "W")
         context = expect_context(self, context, self.context_channels, x)
-        # Under autocast the convolutions are in half precision; this product with a parameter brings h back to full.
-        h = self.last(self.network(context)) * (3 * self.last_log_scale).exp()[:, None, None]
-        return 2 * torch.tanh(h[:, 0::2] / 2), h[:, 1::2]
+        weights = self.weights()
+        if not fusable(weights, x, context):
+            return super().surrogate(x, context=context)
+        z, log_det = MatrixAffine.apply(x, context, networks_in_bf16(), *weights)
+        return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
+
+    def weights(self) -> Weights:
+        """The network's parameters, in the order that they are used in."""
+        convolutions = (self.network[0], self.network[2], self.last)
+        return Weights._make([*(part for each in convolutions for part in (each.weight, each.bias)), self.last_log_scale])
+
+    def _read(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        expect_shape(self, x, self.channels, "H", "W")
+        return read(self.weights(), expect_context(self, context, self.context_channels, x))
 
 
 class AffineCoupling(Bijection):
@@ -84,6 +97,18 @@ class AffineCoupling(Bijection):
         stay, change, guide = self._split(z, context)
         change, log_det = self.affine.inverse(change, context=guide)
         return torch.cat([stay, change], dim=1), log_det
+
+    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+        stay, change, guide = self._split(x, context)
+        weights = self.affine.weights()
+        if not fusable(weights, x, guide):
+            return super().surrogate(x, context=context)
+        if not self.context_channels:
+            z, log_det = MatrixAffine.apply(x, None, networks_in_bf16(), *weights)
+        else:
+            change, log_det = MatrixAffine.apply(change, guide, networks_in_bf16(), *weights)
+            z = torch.cat([stay, change], dim=1)
+        return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
 
     def _split(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         expect_shape(self, x, self.channels, "H", "W")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection, Surrogate
 from selfnorm.checks import count, describe, event_shape, expect_batch, expect_shape
+from selfnorm.kernels.dispatch import usable
+from selfnorm.layers.linear import refuse_second_derivative
 
 
 def sum_event(x: Tensor) -> Tensor:
@@ -45,6 +48,13 @@ class SmoothLeakyReLU(Bijection):
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         expect_batch(self, x)
         return self._value(x), sum_event(self._slope(x).log())
+
+    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+        expect_batch(self, x)
+        if not usable(x):
+            return super().surrogate(x, context=context)
+        z, log_det = _FusedSmoothLeakyReLU.apply(x, self.alpha)
+        return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
 
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         expect_batch(self, z)
@@ -214,6 +224,13 @@ class ActNorm(Bijection):
         shift, log_scale = self._parameters_for(x)
         return (x + shift) * log_scale.exp(), self._log_det(x)
 
+    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+        self._parameters_for(x)  # refuses a wrong shape
+        if not usable(x, self.shift, self.log_scale):
+            return super().surrogate(x, context=context)
+        z, log_det = _FusedActNorm.apply(x, self.shift, self.log_scale)
+        return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
+
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         shift, log_scale = self._parameters_for(z)
         return z * (-log_scale).exp() - shift, -self._log_det(z)
@@ -240,3 +257,55 @@ class ActNorm(Bijection):
 
     def _log_det(self, x: Tensor) -> Tensor:
         return (math.prod(x.shape[2:]) * self.log_scale.sum()).repeat(x.shape[0])
+
+
+class _FusedSmoothLeakyReLU(torch.autograd.Function):
+    """x (N, …), α -> z, log_det (N,), one kernel each way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+        from selfnorm.kernels.activation import leaky
+
+        x = _dense(x)
+        ctx.save_for_backward(x)
+        ctx.alpha = alpha
+        return leaky(x, alpha)
+
+    @staticmethod
+    def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor) -> tuple[Tensor, None]:
+        refuse_second_derivative()
+        from selfnorm.kernels.activation import leaky_backward
+
+        (x,) = ctx.saved_tensors
+        return leaky_backward(x, ctx.alpha, _in_order_of(x, grad_z), grad_log_det), None
+
+
+class _FusedActNorm(torch.autograd.Function):
+    """x (N, C, …), shift, log_scale (C,) -> z, log_det (N,): one kernel forward, two backward, in the memory order of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shift: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
+        from selfnorm.kernels.activation import actnorm
+
+        x, shift, log_scale = _dense(x), shift.contiguous(), log_scale.contiguous()
+        ctx.save_for_backward(x, shift, log_scale)
+        return actnorm(x, shift, log_scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        refuse_second_derivative()
+        from selfnorm.kernels.activation import actnorm_backward
+
+        x, shift, log_scale = ctx.saved_tensors
+        return actnorm_backward(x, shift, log_scale, _in_order_of(x, grad_z), grad_log_det)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x itself if it is contiguous with its channels first or last, else a contiguous copy."""
+    last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return x if last else x.contiguous()
+
+
+def _in_order_of(x: Tensor, grad: Tensor) -> Tensor:
+    """The gradient in the memory order of the dense x; a copy only if it has another."""
+    return grad.contiguous() if x.is_contiguous() else grad.contiguous(memory_format=torch.channels_last)

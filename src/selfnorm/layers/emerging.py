@@ -14,6 +14,7 @@ from selfnorm.checks import count, describe, expect_like, expect_shape
 from selfnorm.convmatrix import Geometry, conv_matrix, convolve, dirac, flip, kernel_gradient
 from selfnorm.inverses import SingularWeightError, widen
 from selfnorm.layers.exact import Conv1x1
+from selfnorm.layers.exponential import FusedSeries
 from selfnorm.layers.linear import in_full_precision, odd_kernel
 
 Mask = Literal["quadrant", "raster"]
@@ -93,7 +94,11 @@ class AutoregressiveConv2d(Bijection):
     @in_full_precision
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
         self._check_input(x)
-        return Surrogate(self._apply_weight(x), _log_abs_det(self._diagonal(), x), x.new_zeros(x.shape[0], 0))
+        nothing = x.new_zeros(x.shape[0], 0)
+        if FusedSeries.takes(x, self.weight, self.bias):
+            z, log_det = FusedSeries.apply(x, self.weight, self.bias, 0, self.taps)
+            return Surrogate(z, log_det, nothing)
+        return Surrogate(self._apply_weight(x), _log_abs_det(self._diagonal(), x), nothing)
 
     def _check_input(self, x: Tensor) -> None:
         expect_shape(self, x, self.channels, "H", "W")

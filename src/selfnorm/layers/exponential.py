@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +12,14 @@ from selfnorm.bijection import Bijection, Chain, Surrogate, located
 from selfnorm.checks import count, expect_like, expect_shape
 from selfnorm.convmatrix import Geometry, convolve
 from selfnorm.inverses import widen
+from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.exact import Conv1x1
-from selfnorm.layers.linear import in_full_precision, odd_kernel
+from selfnorm.layers.linear import backward_in_full_precision, in_full_precision, odd_kernel, refuse_second_derivative
 
 # At this norm the terms that are left out come to at most 1.07e-4·‖x‖ after 6 and 3e-12·‖x‖ after 13.
 LARGEST_NORM = 0.9
 TRAINING_TERMS, EXACT_TERMS = 6, 13
+SQUARINGS = 8
 
 
 class ConvExponential(Bijection):
@@ -60,15 +63,32 @@ class ConvExponential(Bijection):
 
     @in_full_precision
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+        self._check_input(x)
+        nothing = x.new_zeros(x.shape[0], 0)
+        if FusedSeries.takes(x, self.weight, self.bias):
+            k = self._held_kernel(x)
+            z, log_det = FusedSeries.apply(x, k, self.bias, TRAINING_TERMS, None)
+            return Surrogate(z, log_det, nothing)
         k = self._kernel_for(x)
         z = _exponential(x, k, TRAINING_TERMS) + self.bias[:, None, None]
-        return Surrogate(z, _log_det(x, k), x.new_zeros(x.shape[0], 0))
+        return Surrogate(z, _log_det(x, k), nothing)
 
-    def _kernel_for(self, x: Tensor) -> Tensor:
+    def _check_input(self, x: Tensor) -> None:
         expect_shape(self, x, self.channels, "H", "W")
         expect_like(self, x, self.weight)
+
+    def _kernel_for(self, x: Tensor) -> Tensor:
+        self._check_input(x)
         sigma = norm_bound(self.weight, (x.shape[2], x.shape[3]))
         return self.weight * (LARGEST_NORM / sigma.clamp_min(LARGEST_NORM))
+
+    def _held_kernel(self, x: Tensor) -> Tensor:
+        """The same by kernels, if there are few channels."""
+        from selfnorm.kernels.symbolnorm import LARGEST
+
+        if self.channels > LARGEST:
+            return self._kernel_for(x)
+        return _HeldKernel.apply(self.weight, _torus(self.weight, (x.shape[2], x.shape[3])))
 
 
 class ExpConv2d(Chain):
@@ -86,7 +106,62 @@ class ExpConv2d(Chain):
             super().__init__(*([Conv1x1(channels)] if mix else []), ConvExponential(channels, kernel_size))
 
 
-def norm_bound(w: Tensor, size: tuple[int, int], squarings: int = 8) -> Tensor:
+class FusedSeries(torch.autograd.Function):
+    """x (N, C, H, W), k, b or None -> Σ_{i ≤ terms} T(k)ⁱx / i! + b, log-determinant (N,), by kernels for small images.
+
+    With terms = 0 it is k ⋆ x + b with a triangular T(k), of which only the `taps` count. One kernel there, three back.
+    """
+
+    @staticmethod
+    def takes(x: Tensor, k: Tensor, b: Tensor | None) -> bool:
+        if not usable(x, k, b):
+            return False
+        from selfnorm.kernels.conv import fits
+
+        return fits(x, k)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, k: Tensor, b: Tensor | None, terms: int, taps: Tensor | None) -> tuple[Tensor, Tensor]:
+        from selfnorm.kernels.convseries import series_forward
+
+        z, log_det, kept = series_forward(x, k, b, terms, taps)
+        ctx.save_for_backward(x, k, kept, taps)
+        ctx.terms, ctx.has_bias = terms, b is not None
+        return z, log_det
+
+    @staticmethod
+    @backward_in_full_precision
+    def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        refuse_second_derivative()
+        from selfnorm.kernels.convseries import series_backward
+
+        x, k, kept, taps = ctx.saved_tensors
+        grad_x, grad_k, grad_b = series_backward(x, k, kept, grad_z, grad_log_det, ctx.terms, taps)
+        return grad_x, grad_k, grad_b if ctx.has_bias else None, None, None
+
+
+class _HeldKernel(torch.autograd.Function):
+    """w -> w·min(1, 0.9/σ(w)) by kernels: two there, of which the second differentiates σ, too, if it is above 0.9; one back."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, torus: tuple[int, int]) -> Tensor:
+        from selfnorm.kernels.symbolnorm import held_forward
+
+        k, sigma, slope = held_forward(w, torus, SQUARINGS, LARGEST_NORM)
+        ctx.save_for_backward(w, sigma, slope)
+        return k
+
+    @staticmethod
+    @backward_in_full_precision
+    def backward(ctx: Any, grad_k: Tensor) -> tuple[Tensor, None]:
+        refuse_second_derivative()
+        from selfnorm.kernels.symbolnorm import held_backward
+
+        w, sigma, slope = ctx.saved_tensors
+        return held_backward(w, sigma, slope, grad_k, LARGEST_NORM), None
+
+
+def norm_bound(w: Tensor, size: tuple[int, int], squarings: int = SQUARINGS) -> Tensor:
     """σ(w) ≥ ‖T(w)‖ for a zero-padded convolution of images of a size; differentiable, and never reads the device.
 
     T(w) is cut out of the circular convolution on a torus so large that nothing wraps round into the image, H + ⌊kh/2⌋ by
@@ -99,13 +174,17 @@ def norm_bound(w: Tensor, size: tuple[int, int], squarings: int = 8) -> Tensor:
     When Adam at 1e-3 drove a kernel against the limit, the norm stood up to 14 % above it with 1 iteration after each step and
     up to 4 % with 16; held by this bound, it stood 1 to 2 % below (`benchmarks/norm.py`).
     """
-    sides = [max(side + taps // 2, taps) for side, taps in zip(size, w.shape[2:], strict=True)]
     # Half of the frequencies: the others' symbols are complex conjugates. That the kernel's centre is not at 0 is but a phase.
-    symbols = torch.fft.rfft2(w, s=sides).flatten(2).permute(2, 0, 1)  # (frequencies, C, C)
+    symbols = torch.fft.rfft2(w, s=_torus(w, size)).flatten(2).permute(2, 0, 1)  # (frequencies, C, C)
     with torch.no_grad():
         worst = _schatten(symbols, squarings).argmax(0, keepdim=True)
     # Only the largest has a gradient: to compute that one again costs less than to go back through them all.
     return _schatten(symbols.index_select(0, worst), squarings).squeeze(0)
+
+
+def _torus(w: Tensor, size: tuple[int, int]) -> tuple[int, int]:
+    """So large that nothing wraps round into an image of this size."""
+    return max(size[0] + w.shape[2] // 2, w.shape[2]), max(size[1] + w.shape[3] // 2, w.shape[3])
 
 
 def _schatten(matrices: Tensor, squarings: int) -> Tensor:

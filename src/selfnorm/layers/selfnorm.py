@@ -32,7 +32,9 @@ from selfnorm.convmatrix import (
     resize_kernel,
     tap_counts,
 )
+from selfnorm.factored import Collector, PairRecord, collector_for
 from selfnorm.inverses import invert, transposed
+from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.kept import KeptInverse
 from selfnorm.layers.linear import (
     ConvMap,
@@ -89,6 +91,15 @@ class SelfNormLinear(_LearnedInverse, DenseMap):
         super().__init__(features, bias)
         self.weight_inv = nn.Parameter(transposed(self.weight.detach()))
 
+    @in_full_precision
+    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+        if self.symmetric or not usable(x, self.weight, self.weight_inv, self.bias):
+            return super().surrogate(x, context=context)
+        self.check_input(x)
+        self.example_shape = tuple(x.shape[1:])
+        collector = collector_for(self.weight, self.weight_inv)
+        return Surrogate(*_FusedSelfNormLinear.apply(x, self.weight, self.weight_inv, self.bias, collector))
+
     def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return _SelfNormLinear.apply(x, self.weight, self.weight_inv)
 
@@ -140,6 +151,19 @@ class SelfNormConv2d(_LearnedInverse, ConvMap):
         super().check_shape(x)
         self.check_fit("inverse_kernel_size", self.inverse_kernel_size, x)
 
+    @in_full_precision
+    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+        plain = self.symmetric or self.geometry != Geometry()
+        if plain or x.dim() != 4 or not usable(x, self.weight, self.weight_inv, self.bias):
+            return super().surrogate(x, context=context)
+        from selfnorm.kernels.conv import fits
+
+        if not fits(x, self.weight, self.weight_inv):
+            return super().surrogate(x, context=context)
+        self.check_input(x)
+        self.example_shape = tuple(x.shape[1:])
+        return Surrogate(*_FusedSelfNormConv2d.apply(x, self.weight, self.weight_inv, self.bias))
+
     def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return _SelfNormConv2d.apply(x, self.weight, self.weight_inv, *self.geometry)
 
@@ -177,6 +201,44 @@ class _SelfNormLinear(torch.autograd.Function):
         return grad_x, grad_W, grad_R
 
 
+class _FusedSelfNormLinear(torch.autograd.Function):
+    """x (N, D), W, R (D, D), b (D,) or None -> Wx + b and the rest of the above, by kernels: 4 products in 3 launches.
+
+    The other 2, the weights' gradients, go to a collector as factors, if there is one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, W: Tensor, R: Tensor, b: Tensor | None, collector: Collector | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from selfnorm.kernels.products import affine, reconstruct
+
+        log_det = x.new_empty(x.shape[0])
+        z, out = affine(x, W, b, zeros=log_det)
+        error, squares = reconstruct(z, R, x)
+        ctx.save_for_backward(x, z, error, W, R)
+        ctx.collector, ctx.weights, ctx.has_bias = collector, (W, R), b is not None
+        return out, log_det, squares
+
+    @staticmethod
+    @backward_in_full_precision
+    def backward(
+        ctx: Any, grad_z: Tensor, grad_log_det: Tensor, grad_reconstruction: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, None]:
+        refuse_second_derivative()
+        from selfnorm.kernels.products import pull_back
+
+        x, z, error, W, R = ctx.saved_tensors
+        grad_x, towards_w, towards_r, grad_b = pull_back(grad_z, W, R, error, grad_reconstruction, ctx.has_bias)
+        W, R = ctx.weights  # the parameters themselves
+        record = PairRecord(W, R, towards_w, x, towards_r, z, grad_log_det)
+        if ctx.collector is not None and all(ctx.needs_input_grad[1:3]):
+            ctx.collector.append(record)
+            return grad_x, None, None, grad_b, None
+        grad_W, grad_R = record.gradients()
+        return grad_x, grad_W, grad_R, grad_b, None
+
+
 class _SelfNormConv2d(torch.autograd.Function):
     """x (N, C, H, W), kernels w, r -> w ⋆ x, zeros (N,), ‖r ⋆ w ⋆ x − x‖² (N, 1): the same with T(w), T(r) for W, R.
 
@@ -210,6 +272,31 @@ class _SelfNormConv2d(torch.autograd.Function):
         grad_w = _kernel_terms(x, towards_w, r, w, half, geometry)
         grad_r = _kernel_terms(z, grad_error - grad_x / 2, w, r, -half, geometry)
         return grad_x, grad_w, grad_r, None, None, None
+
+
+class _FusedSelfNormConv2d(torch.autograd.Function):
+    """The same with w ⋆ x + b for w ⋆ x, by kernels for small images: one for the way there and two for the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, r: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        from selfnorm.kernels.conv import selfnorm_conv_forward
+
+        out, z, error, log_det, squares = selfnorm_conv_forward(x, w, r, b)
+        ctx.save_for_backward(x, z, error, w, r)
+        ctx.has_bias = b is not None
+        return out, log_det, squares
+
+    @staticmethod
+    @backward_in_full_precision
+    def backward(
+        ctx: Any, grad_z: Tensor, grad_log_det: Tensor, grad_reconstruction: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        refuse_second_derivative()
+        from selfnorm.kernels.conv import selfnorm_conv_backward
+
+        x, z, error, w, r = ctx.saved_tensors
+        grad_x, grad_w, grad_r, grad_b = selfnorm_conv_backward(x, z, error, w, r, grad_z, grad_log_det, grad_reconstruction)
+        return grad_x, grad_w, grad_r, grad_b if ctx.has_bias else None
 
 
 def _kernel_terms(x: Tensor, grad: Tensor, inverse: Tensor, kernel: Tensor, scale: Tensor, geometry: Geometry) -> Tensor:

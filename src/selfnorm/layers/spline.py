@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfnorm.bijection import Bijection
+from selfnorm.bijection import Bijection, Surrogate
 from selfnorm.checks import count, event_shape, expect_shape
+from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.elementwise import sum_event
+from selfnorm.layers.linear import refuse_second_derivative
 
 # The smallest share of the interval that a bin may take in x or in z, and the smallest slope at a knot.
 SMALLEST = 1e-3
+# The fused kernel holds an element's knots in registers, where there is no room for more than these.
+MOST_FUSED_BINS = 16
 
 
 class SplineActivation(Bijection):
@@ -61,6 +66,14 @@ class SplineActivation(Bijection):
         log_slope = _log_slope(t, mean_slope, slope, next_slope, denominator)
         return torch.where(inside, z, x), sum_event(torch.where(inside, log_slope, 0))
 
+    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+        expect_shape(self, x, *self.shape)
+        slopes = self.slopes if self.bins > 1 else None
+        if self.bins > MOST_FUSED_BINS or not usable(x, self.widths, self.heights, slopes):
+            return super().surrogate(x, context=context)
+        z, log_det = _FusedSpline.apply(x, self.widths, self.heights, self.slopes, self.bound)
+        return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
+
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         expect_shape(self, z, *self.shape)
         inside = z.abs() < self.bound
@@ -106,3 +119,39 @@ def _log_slope(t: Tensor, mean_slope: Tensor, slope: Tensor, next_slope: Tensor,
     """log dz/dx at the position t in [0, 1] within a bin."""
     numerator = next_slope * t * t + 2 * mean_slope * t * (1 - t) + slope * (1 - t) * (1 - t)
     return 2 * mean_slope.log() + numerator.log() - 2 * denominator.log()
+
+
+class _FusedSpline(torch.autograd.Function):
+    """x (N, *shape), raw widths, heights (*shape, bins), slopes (*shape, bins − 1), bound -> z, log_det (N,).
+
+    One kernel forward, one backward, and nothing kept between them but what went in.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, widths: Tensor, heights: Tensor, slopes: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+        from selfnorm.kernels.spline import spline
+
+        ctx.save_for_backward(x, widths, heights, slopes)
+        ctx.bound = bound
+        z, log_det = spline(*_flat(x, widths, heights, slopes), bound, SMALLEST)
+        return z.view(x.shape), log_det
+
+    @staticmethod
+    def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+        refuse_second_derivative()
+        from selfnorm.kernels.spline import spline_backward
+
+        x, widths, heights, slopes = ctx.saved_tensors
+        flat = _flat(x, widths, heights, slopes)
+        grads = spline_backward(*flat, ctx.bound, SMALLEST, grad_z.reshape(flat[0].shape).contiguous(), grad_log_det)
+        grad_x, grad_widths, grad_heights, grad_slopes = (
+            grad.view(like.shape) for grad, like in zip(grads, ctx.saved_tensors, strict=True)
+        )
+        return grad_x, grad_widths, grad_heights, grad_slopes, None
+
+
+def _flat(x: Tensor, widths: Tensor, heights: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same as (N, E), (E, bins) twice and (E, bins − 1), contiguous."""
+    elements = x[0].numel()
+    widths, heights, slopes = (value.reshape(elements, value.shape[-1]).contiguous() for value in (widths, heights, slopes))
+    return x.reshape(-1, elements).contiguous(), widths, heights, slopes
