@@ -239,6 +239,16 @@ def test_held_kernels(name, scale, device):
     agree([k, parameter.grad], [expected, exact.grad])
 
 
+def test_held_kernels_whose_singular_values_lie_close_together(device):
+    """There the gradient is spread over all of them, by a high power of each."""
+    w = 2 * torch.eye(3, device=device)[:, :, None, None] + 0.01 * torch.randn(3, 3, 1, 1, device=device)
+    parameter = w.float().requires_grad_()
+    exponential._HeldKernel.apply(parameter, (1, 1)).square().sum().backward()
+    (exact,) = in_float64(parameter)
+    (exact * (exponential.LARGEST_NORM / exponential.norm_bound(exact, (1, 1)))).square().sum().backward()
+    agree([parameter.grad], [exact.grad], tolerance=1e-4)
+
+
 def test_a_held_kernel_of_zeros_has_a_gradient(device):
     w = torch.zeros(2, 2, 1, 3, dtype=torch.float32, device=device, requires_grad=True)
     k = exponential._HeldKernel.apply(w, (2, 3))

@@ -141,7 +141,7 @@ def test_layers_agree_with_their_plain_selves_in_float64(device, kernels, monkey
     got = run(layer.to(device, torch.float32), x.to(device, torch.float32), weights.to(device, torch.float32))
     assert called[0] == "affine" and called[-1] in ("pull_back", "times")
     for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one.cpu(), other.float(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(one.cpu(), other.cpu().float(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [SelfNormLinear, RelativeLinear, TrackedLinear])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.checks import expect_finite
+from selfnorm.streams import join
 
 
 class Surrogate(NamedTuple):
@@ -145,6 +146,7 @@ class Chain(Bijection):
             log_dets.append(log_det)
             if reconstruction.shape[1]:
                 columns.append(reconstruction)
+        join()
         total = torch.stack(log_dets).sum(0) if log_dets else x.new_zeros(x.shape[0])
         return Surrogate(x, total, torch.cat(columns, dim=1))
 

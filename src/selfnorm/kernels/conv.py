@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfnorm.kernels.dispatch import allows_tf32
+from selfnorm.kernels.dispatch import input_precision
 
 
 def fits(x: Tensor, *kernels: Tensor) -> bool:
@@ -46,7 +46,7 @@ def tiling(x: Tensor, pixels: int = 256) -> dict[str, Any]:
 
 def shape_of(x: Tensor) -> dict[str, Any]:
     """What every kernel has to know of images like x, and of the precision of products."""
-    return {"C": x.shape[1], "H": x.shape[2], "W": x.shape[3], "PRECISION": "tf32" if allows_tf32() else "ieee"}
+    return {"C": x.shape[1], "H": x.shape[2], "W": x.shape[3], "PRECISION": input_precision()}
 
 
 def summing(rows: int) -> dict[str, Any]:

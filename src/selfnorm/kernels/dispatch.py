@@ -46,5 +46,10 @@ def triton_is_there() -> bool:
 
 
 def allows_tf32() -> bool:
-    """Whether float32 products may be rounded to TF32: torch's own switch says so."""
-    return torch.backends.cuda.matmul.allow_tf32
+    """Whether float32 products may be rounded to TF32: torch's own switch says so, where there are units for it."""
+    return torch.backends.cuda.matmul.allow_tf32 and torch.cuda.is_available()
+
+
+def input_precision() -> str:
+    """What a kernel's products take of their factors, in Triton's words."""
+    return "tf32" if allows_tf32() else "ieee"

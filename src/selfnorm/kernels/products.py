@@ -24,7 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfnorm.kernels.dispatch import allows_tf32
+from selfnorm.kernels.dispatch import input_precision
+from selfnorm.kernels.rounding import rounded
 
 WHOLE, PART, REST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what one launch does of a product
 
@@ -134,7 +135,7 @@ def _launch(kernel: Any, products: int, by: Tiles, like: Tensor, arguments: tupl
     """A kernel over all tiles of as many results of `like`'s shape: in one launch, or in two with the sums split."""
     examples, features = like.shape
     grid = (triton.cdiv(features, by.columns), triton.cdiv(examples, by.rows))
-    precision = "tf32" if allows_tf32() else "ieee"
+    precision = input_precision()
     steps = triton.cdiv(triton.cdiv(features, by.depth), by.split)
     shape = (by.rows, by.columns, by.depth, steps, by.split, precision)
     options = {"num_warps": by.warps, "num_stages": by.stages}
@@ -184,7 +185,7 @@ def _product(
                 right = tl.load(rights + depth[:, None], mask=reach, other=0.0)
             else:
                 right = tl.load(rights + depth[:, None].to(tl.int64) * features, mask=reach, other=0.0)
-            result = tl.dot(left, right, result, input_precision=PRECISION)
+            result = tl.dot(rounded(left, PRECISION), rounded(right, PRECISION), result, input_precision=PRECISION)
         if STAGE == PART:
             tl.store(partial + tl.program_id(2) * slab + at, result, mask=inside)
     return result

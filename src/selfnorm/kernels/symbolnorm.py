@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-
 LARGEST = 16  # channels: more would not fit into a program's registers
 
 

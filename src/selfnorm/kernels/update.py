@@ -25,7 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from selfnorm.inverses import transposed
-from selfnorm.kernels.dispatch import allows_tf32
+from selfnorm.kernels.dispatch import input_precision
+from selfnorm.kernels.rounding import rounded
 
 MOST = 512
 
@@ -49,7 +50,7 @@ class Tiles(NamedTuple):
 
 
 def tiles(features: int, matrices: int) -> Tiles:
-    return Tiles(rows=32, columns=64, depth=32, warps=8, stages=3)
+    return Tiles(rows=32, columns=32, depth=32, warps=4, stages=3)
 
 
 def adam_pair(
@@ -86,7 +87,7 @@ def adam_pair(
         W, *states[0], R, *states[1], towards_w.contiguous(), x.contiguous(), towards_r.contiguous(), z.contiguous(),
         scale, factor, lr, frozen, failed, examples, features, scale.numel(), scale.stride(0),
         *_constants(betas, eps), by.rows, by.columns, by.depth, triton.cdiv(examples, by.depth), *_sums(scale.numel()),
-        "tf32" if allows_tf32() else "ieee", num_warps=by.warps, num_stages=by.stages,
+        input_precision(), num_warps=by.warps, num_stages=by.stages,
     )  # fmt: skip
 
 
@@ -144,7 +145,7 @@ def _single(
         W, *state, a.contiguous(), b.contiguous(), addend.contiguous(), scale, factor, lr, frozen, failed,
         examples, features, scale.numel(), scale.stride(0), addend_transposed,
         *_constants(betas, eps), by.rows, by.columns, by.depth, triton.cdiv(examples, by.depth), *_sums(scale.numel()),
-        "tf32" if allows_tf32() else "ieee", num_warps=by.warps, num_stages=by.stages,
+        input_precision(), num_warps=by.warps, num_stages=by.stages,
     )  # fmt: skip
 
 
@@ -176,24 +177,32 @@ def _sum(values, count, stride, SUMS: tl.constexpr, ROUNDS: tl.constexpr):
 
 @triton.jit
 def _corrections(step, rate, LOG1: tl.constexpr, LOG2: tl.constexpr):
-    """lr/(1 − β₁ᵗ) and √(1 − β₂ᵗ). In float64, since at first β₂ᵗ is so close to 1 that their difference has few digits left."""
-    t = tl.load(step).to(tl.float64)
-    first = (1 - tl.exp(t * LOG1)).to(tl.float32)
-    second = (1 - tl.exp(t * LOG2)).to(tl.float32)
-    return tl.load(rate) / first, tl.sqrt(second)
+    """lr/(1 − β₁ᵗ) and √(1 − β₂ᵗ)."""
+    t = tl.load(step)
+    return tl.load(rate) / _one_minus_exp(t * LOG1), tl.sqrt(_one_minus_exp(t * LOG2))
+
+
+@triton.jit
+def _one_minus_exp(y):
+    """1 − eʸ for y ≤ 0. Near 0, where the difference would have few digits left, by its series."""
+    series = 1 + y / 7
+    series = 1 + y / 6 * series
+    series = 1 + y / 5 * series
+    series = 1 + y / 4 * series
+    series = 1 + y / 3 * series
+    series = 1 + y / 2 * series
+    return tl.where(y > -0.25, -y * series, 1 - tl.exp(y))
 
 
 @triton.jit
 def _adam(
-    matrix, average, square, at, inside, value, gradient, size, root, frozen, failed,
+    matrix, average, square, at, inside, value, m, v, gradient, size, root, frozen, failed,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPSILON: tl.constexpr,
 ):  # fmt: skip
-    """One step of the tile with this value, for this gradient."""
-    m = tl.load(average + at, mask=inside, other=0.0)
+    """One step of the tile with this value and moments, for this gradient."""
     # This adds nothing, unless m is not finite, but pins the gradient's layout to that of the loads: left to itself, the compiler
     # carries weights and moments over to the product's layout, and their new values back, through shared memory.
     gradient += m - m
-    v = tl.load(square + at, mask=inside, other=0.0)
     squared = gradient * gradient
     fine = squared < float("inf")  # a NaN is not
     live = inside & (tl.where(tl.load(frozen) == 0, 1, 0) > 0)
@@ -220,7 +229,7 @@ def _product(
         rights = b + depth[:, None].to(tl.int64) * features + columns[None, :]
         left = tl.load(lefts, mask=(depth[None, :] < examples) & (rows[:, None] < features), other=0.0)
         right = tl.load(rights, mask=(depth[:, None] < examples) & (columns[None, :] < features), other=0.0)
-        result = tl.dot(left, right, result, input_precision=PRECISION)
+        result = tl.dot(rounded(left, PRECISION), rounded(right, PRECISION), result, input_precision=PRECISION)
     return result
 
 
@@ -237,18 +246,23 @@ def _pair_kernel(
     inside = (rows[:, None] < features) & (columns[None, :] < features)
     across = columns[:, None].to(tl.int64) * features + rows[None, :]
     reach = (columns[:, None] < features) & (rows[None, :] < features)
+    # All loads from far away first, so that they are under way while the products are made.
+    value_r = tl.load(R + across, mask=reach, other=0.0)
+    value_w = tl.load(W + at, mask=inside, other=0.0)
+    m_w = tl.load(W_average + at, mask=inside, other=0.0)
+    v_w = tl.load(W_square + at, mask=inside, other=0.0)
+    m_r = tl.load(R_average + across, mask=reach, other=0.0)
+    v_r = tl.load(R_square + across, mask=reach, other=0.0)
     gradient_w = _product(towards_w, x, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
     # R's as ∂Rᵀ = zᵀ towards_r − s·W, whose tile has the shape of W's.
     gradient_r = _product(z, towards_r, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
     half = factor * _sum(scale, count, stride, SUMS, ROUNDS)
-    value_r = tl.load(R + across, mask=reach, other=0.0)
-    value_w = tl.load(W + at, mask=inside, other=0.0)
     gradient_w = _free(gradient_w) + half * tl.trans(value_r)
     gradient_r = tl.trans(_free(gradient_r) - half * value_w)
     size, root = _corrections(W_step, rate, LOG1, LOG2)
-    _adam(W, W_average, W_square, at, inside, value_w, gradient_w, size, root, frozen, failed, BETA1, BETA2, EPSILON)
+    _adam(W, W_average, W_square, at, inside, value_w, m_w, v_w, gradient_w, size, root, frozen, failed, BETA1, BETA2, EPSILON)
     size, root = _corrections(R_step, rate, LOG1, LOG2)
-    _adam(R, R_average, R_square, across, reach, value_r, gradient_r, size, root, frozen, failed, BETA1, BETA2, EPSILON)
+    _adam(R, R_average, R_square, across, reach, value_r, m_r, v_r, gradient_r, size, root, frozen, failed, BETA1, BETA2, EPSILON)
 
 
 @triton.jit
@@ -269,6 +283,9 @@ def _single_kernel(
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     at = rows[:, None].to(tl.int64) * features + columns[None, :]
     inside = (rows[:, None] < features) & (columns[None, :] < features)
+    value = tl.load(W + at, mask=inside, other=0.0)
+    m = tl.load(average + at, mask=inside, other=0.0)
+    v = tl.load(square + at, mask=inside, other=0.0)
     if STEPS > 0:
         gradient = _product(a, b, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
     if TRANSPOSED:
@@ -277,10 +294,9 @@ def _single_kernel(
         term = tl.trans(tl.load(addend + across, mask=reach, other=0.0))
     else:
         term = tl.load(addend + at, mask=inside, other=0.0)
-    value = tl.load(W + at, mask=inside, other=0.0)
     if STEPS > 0:
         gradient = _free(gradient) + factor * _sum(scale, count, stride, SUMS, ROUNDS) * term
     else:
         gradient = term
     size, root = _corrections(number, rate, LOG1, LOG2)
-    _adam(W, average, square, at, inside, value, gradient, size, root, frozen, failed, BETA1, BETA2, EPSILON)
+    _adam(W, average, square, at, inside, value, m, v, gradient, size, root, frozen, failed, BETA1, BETA2, EPSILON)

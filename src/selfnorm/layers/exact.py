@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from selfnorm.bijection import Surrogate
-from selfnorm.layers.linear import ConvMap, DenseMap, LinearMap, drop_kept_inverse, in_full_precision, log_abs_det
+from selfnorm.layers.linear import ConvMap, DenseMap, LinearMap, drop_kept_inverse, in_full_precision, training_log_det
+from selfnorm.streams import beside
 
 
 class _ExactTraining(LinearMap):
@@ -16,8 +17,11 @@ class _ExactTraining(LinearMap):
     @in_full_precision
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
         self.check_input(x)
+        form = self.form(x)
+        with beside():  # nobody needs it before the end
+            log_det = training_log_det(self.weight, form).repeat(x.shape[0])
         z = self.apply_weight(x) + self.broadcast_bias()
-        return Surrogate(z, log_abs_det(self.weight, self.form(x)).repeat(x.shape[0]), x.new_zeros(x.shape[0], 0))
+        return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         drop_kept_inverse(state_dict, prefix)

@@ -15,6 +15,9 @@ from selfnorm.blocks import BlockForm, Circular, Dense, PerPixel, ZeroPadded
 from selfnorm.checks import count, describe, expect_like, expect_shape, pair
 from selfnorm.convmatrix import Geometry, PaddingMode, convolve, dirac
 from selfnorm.inverses import AmortisedLogDet, ExactFactors, FactoredSolve, widen
+from selfnorm.kernels.dispatch import usable
+
+SMALL_BLOCK = 64  # rows of a matrix that a kernel can factorise
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -49,7 +52,7 @@ def refuse_second_derivative() -> None:
     """Call in the backward pass of a surrogate."""
     if torch.is_grad_enabled():  # only so in a backward pass with create_graph=True
         raise RuntimeError(
-            "surrogate: its gradient is an estimate and has no derivative of its own; differentiate log_prob twice instead"
+            "surrogate: the gradient that training takes has no derivative of its own; differentiate log_prob twice instead"
         )
 
 
@@ -124,6 +127,32 @@ class LinearMap(Bijection):
 def log_abs_det(weight: Tensor, form: BlockForm) -> Tensor:
     """log|det W| in the weight's own precision, differentiable, unchecked and without waiting on the device."""
     return form.copies * torch.linalg.slogdet(form.blocks(weight)).logabsdet.sum()
+
+
+def training_log_det(weight: Tensor, form: BlockForm) -> Tensor:
+    """The same for training, where small blocks go through a kernel instead of a library that factorises large ones."""
+    blocks = form.blocks(weight)
+    if blocks.shape[-1] > SMALL_BLOCK or not usable(blocks):
+        return log_abs_det(weight, form)
+    return form.copies * _SmallLogDet.apply(blocks).sum()
+
+
+class _SmallLogDet(torch.autograd.Function):
+    """log|det| of small matrices (…, m, m), (…)."""
+
+    @staticmethod
+    def forward(ctx: Any, blocks: Tensor) -> Tensor:
+        from selfnorm.kernels.smalldet import small_slogdet
+
+        log_det, inverse_transposed = small_slogdet(blocks)
+        ctx.save_for_backward(inverse_transposed)
+        return log_det
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        refuse_second_derivative()
+        (inverse_transposed,) = ctx.saved_tensors
+        return grad[..., None, None] * inverse_transposed
 
 
 class DenseMap(LinearMap):

@@ -44,6 +44,7 @@ from selfnorm.layers.linear import (
     odd_kernel,
     refuse_second_derivative,
 )
+from selfnorm.streams import beside
 
 
 class _LearnedInverse(KeptInverse):
@@ -215,7 +216,8 @@ class _FusedSelfNormLinear(torch.autograd.Function):
 
         log_det = x.new_empty(x.shape[0])
         z, out = affine(x, W, b, zeros=log_det)
-        error, squares = reconstruct(z, R, x)
+        with beside():  # the next layer waits for out alone
+            error, squares = reconstruct(z, R, x)
         ctx.save_for_backward(x, z, error, W, R)
         ctx.collector, ctx.weights, ctx.has_bias = collector, (W, R), b is not None
         return out, log_det, squares

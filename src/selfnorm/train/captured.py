@@ -20,6 +20,7 @@ from selfnorm.data.batches import TrainingBatches, seed_of
 from selfnorm.factored import factored_gradients
 from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
 from selfnorm.objective import Loss, Metrics
+from selfnorm.streams import Branches, branching
 from selfnorm.train.step import BETAS, EPS, adam_state, unmarked
 
 # The first steps run as they are: they compile kernels and make libraries allocate what cannot be allocated in a capture.
@@ -48,6 +49,7 @@ class CapturedStep:
         self._taken = 0
         self.mark: Callable[..., None] = unmarked
         self._graphs = _Graphs(batches.examples.device)
+        self._branches = Branches(batches.examples.device) if batches.examples.device.type == "cuda" else None
         zeros = self._parameters[0].detach().new_zeros
         self.failed, self.lost = zeros(()), zeros(())
         self._one = zeros(()) + 1
@@ -131,7 +133,8 @@ class CapturedStep:
     def _take_one(self, step: int, x: Tensor, generator: torch.Generator | None) -> None:
         self.mark("the rest of the loss")
         with factored_gradients() if self.clip is None else nullcontext() as collected:  # to clip gradients one must have them
-            value, metrics = self.loss.of(self._flow, x, generator=generator)
+            with branching(self._branches):
+                value, metrics = self.loss.of(self._flow, x, generator=generator)
             self.mark("the rest of the loss", backward=True)
             value.backward()
         self.mark("norm of the gradient")
@@ -149,8 +152,9 @@ class CapturedStep:
         self.optimizer.found_inf = frozen  # type: ignore[attr-defined]
         self.optimizer.step()
         if factored:
-            states = [adam_state(self.optimizer, parameter) for record in factored for parameter in record.parameters]
-            torch._foreach_add_([state["step"] for state in states], 1 - frozen)
+            steps = [adam_state(self.optimizer, parameter)["step"] for record in factored for parameter in record.parameters]
+            torch._foreach_add_(steps, 1)
+            torch._foreach_sub_(steps, [frozen] * len(steps))
             for record in factored:
                 record.apply_adam(self._state, self._rates[step], frozen, self.failed, BETAS, EPS)
         self.optimizer.zero_grad(set_to_none=True)
