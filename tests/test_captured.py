@@ -1,6 +1,9 @@
 """Several steps a call, as graphs on a GPU: the same numbers as the eager step's, and what the loop needs beside them."""
 
+import copy
 import math
+import os
+import signal
 import warnings
 
 import pytest
@@ -8,10 +11,16 @@ import torch
 
 from selfnorm.data import load_dataset
 from selfnorm.data.batches import Examples, TrainingBatches
+from selfnorm.inverses import ExactFactors
+from selfnorm.layers.linear import LinearMap
 from selfnorm.recipe import override
 from selfnorm.recipes import build_flow, build_loss, find_recipe
+from selfnorm.runs import resume_run, start_run
 from selfnorm.train.captured import CapturedStep, _steps_per_graph
+from selfnorm.train.loop import Trainer
 from selfnorm.train.step import EagerStep, adam, steps_taken
+from selfnorm.train.stopping import DivergedError, StoppedError
+from small_runs import SMALL, assert_same_runs, digits
 
 
 def made(kind, device, *settings, recipe="digits-fc-snf", block=5):
@@ -123,7 +132,7 @@ def test_a_failed_step_and_those_after_it_change_nothing(device, broken):
             layer.bias[3] = torch.nan
     else:
         handle = layer.bias.register_hook(lambda gradient: gradient * torch.inf)
-    before = {name: value.clone() for name, value in step.loss.named_parameters()}
+    before = {name: value.detach().clone() for name, value in step.loss.named_parameters()}
     moments = [value.clone() for state in step.optimizer.state.values() for value in state.values()]
     step(0, 1, 1e-3)
     assert step.failed
@@ -154,10 +163,10 @@ def test_nothing_moves_once_a_tracker_is_lost_until_it_is_settled(device, monkey
     sums = step(0, 3, 1e-3)
     assert math.isfinite(sums.surrogate), "the step itself was taken, with a gradient as bad as its inverse"
     assert step.lost
-    frozen = {name: value.clone() for name, value in step.loss.named_parameters()}
+    frozen = {name: value.detach().clone() for name, value in step.loss.named_parameters()}
     later = step(0, 4, 1e-3)
     assert steps_taken(step.optimizer) == 4
-    assert later.surrogate == pytest.approx(step._front_nll[4].item()), "what did not count is not in the sums"
+    assert later.surrogate.item() == pytest.approx(step._front_nll[4].item()), "what did not count is not in the sums"
     assert all(torch.equal(value, frozen[name]) for name, value in step.loss.named_parameters())
     monkeypatch.setattr(type(layer), "settle", settle)
     with warnings.catch_warnings():
@@ -169,3 +178,75 @@ def test_nothing_moves_once_a_tracker_is_lost_until_it_is_settled(device, monkey
     assert not step.lost
     assert int(layer.fallbacks) == 1
     assert (layer.weight_inv @ layer.weight - torch.eye(64, dtype=torch.float32, device=device)).norm() < 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", [("kind=selfnorm",), ("kind=tracked",), ("kind=selfnorm", "penalty=geco", "weight=100", "probes=2")], ids=str
+)
+def test_a_stopped_run_goes_on_to_the_same_numbers(tmp_path, case):
+    def stopping(record):
+        if record["kind"] == "epoch" and record["epoch"] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    recipe = digits(*SMALL, *case)
+    start_run(recipe, tmp_path / "whole", device="cuda")
+    with pytest.raises(StoppedError):
+        start_run(recipe, tmp_path / "stopped", device="cuda", report=stopping)
+    resume_run(tmp_path / "stopped", device="cuda")
+    assert_same_runs(tmp_path / "stopped", tmp_path / "whole")
+
+
+@pytest.mark.gpu
+def test_the_exact_likelihood_follows_weights_that_a_graph_has_changed():
+    step = made(CapturedStep, torch.device("cuda"))
+    x = step.batches.batch(3, 0)
+    scores = []
+    for epoch in range(3):
+        for start in (0, 5):
+            step(epoch, start, *[1e-3] * step.reach(start))
+        with torch.no_grad():
+            scores.append(step.loss.flow.log_prob(x).mean().item())
+            fresh = copy.deepcopy(step.loss.flow)
+            for module in fresh.modules():
+                if isinstance(module, LinearMap):
+                    module._factors = ExactFactors()
+            assert scores[-1] == fresh.log_prob(x).mean().item()
+    assert len(set(scores)) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["loss", "tracker"])
+def test_what_goes_wrong_inside_a_graph_is_found_at_the_end_of_the_epoch(kind):
+    """In the middle of an epoch, so that it is a replay that meets it."""
+    trainer = Trainer(digits(*SMALL, "kind=tracked", "on_divergence=stop"), load_dataset("digits"), device="cuda")
+    trainer.start()
+    done = []
+
+    def report(record):
+        if record["kind"] == "epoch":
+            done.append(record["epoch"])
+            with torch.no_grad():
+                if kind == "loss" and record["epoch"] == 3:
+                    trainer.flow.bijection[6].bias[0] = torch.nan
+                if kind == "tracker" and record["epoch"] == 3:
+                    trainer.flow.bijection[6].weight_inv.mul_(3.0)
+
+    trainer.report = report
+    if kind == "loss":
+        with pytest.raises(DivergedError, match=r"epoch 4, step 1: layer 6"):
+            trainer.run()
+        assert done == [1, 2, 3]
+    else:
+        with pytest.warns(RuntimeWarning, match="factorised anew"):
+            trainer.run()
+        assert done == [1, 2, 3, 4, 5, 6]
+        assert int(trainer.flow.bijection[6].fallbacks) == 1
+        assert steps_taken(trainer.optimizer) == trainer.progress.step == trainer.total
+
+
+def test_adam_counts_once_for_all(device):
+    step = made(CapturedStep, device)
+    counts = [state["step"] for state in step.optimizer.state.values()]
+    assert all(count is counts[0] for count in counts)
+    assert len(counts) == len(list(step.loss.parameters()))

@@ -362,3 +362,25 @@ def test_a_surrogate_says_whether_it_is_a_likelihood():
             alike = torch.allclose(flow.surrogate(x).log_det, flow.log_prob(x), rtol=1e-9)
             assert alike == flow.surrogate_is_exact, kind
             assert alike == (kind in ("exact", "lu", "emerging")), kind
+
+
+@pytest.mark.parametrize("levels", [None, 256])
+def test_a_flow_in_two_is_the_same_flow(levels):
+    flow = fc_flow((1, 2, 3), levels=levels, standardize=True)
+    front, rest = flow.in_two()
+    assert not list(front.parameters())
+    assert list(rest.parameters()) == list(flow.parameters())
+    assert next(iter(rest.bijection)) is next(layer for layer in flow.bijection if list(layer.parameters()))
+    x = torch.rand(5, 1, 2, 3)
+    h, log_det, _ = front.surrogate(x)
+    parts, whole = rest.surrogate(h), flow.surrogate(x)
+    torch.testing.assert_close(parts.log_det + log_det, whole.log_det)
+    torch.testing.assert_close(parts.z, whole.z)
+    torch.testing.assert_close(parts.reconstruction, whole.reconstruction)
+
+
+def test_a_flow_that_is_no_chain_has_nothing_in_front():
+    flow = Flow(SelfNormLinear(3))
+    front, rest = flow.in_two()
+    assert len(front) == 0
+    assert rest is flow

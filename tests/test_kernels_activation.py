@@ -83,6 +83,49 @@ def test_leaky_relu_takes_channels_last_as_they_are(device, x_last, grad_last):
     assert z.stride() == x.stride() == grad_x.stride()
 
 
+@torch.no_grad()
+def inverses(alpha, z):
+    """By the kernel, and the same in float64."""
+    return SmoothLeakyReLU(alpha).approx_inverse(z), SmoothLeakyReLU(alpha).inverse(z.double())[0]
+
+
+@pytest.mark.parametrize("alpha", [1e-6, 0.3, 1.0])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 3), (2, 3, 5, 4), (300, 7), (1, 784), (70, 400)])
+def test_leaky_relu_inverse(device, shape, alpha):
+    z = batch(device, *shape, scale=5 * alpha if alpha < 0.1 else 5)
+    found, exact = inverses(alpha, z)
+    assert found.dtype == torch.float32 and found.shape == exact.shape
+    # What a rounding of z means for x: near α = 0 the map is flat, left of its bend.
+    slope = alpha + (1 - alpha) * torch.sigmoid(exact)
+    sizes = alpha * exact.abs() + torch.nn.functional.softplus(exact)
+    assert ((found - exact).abs() <= 1e-6 * (exact.abs() + sizes / slope)).all()
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # NumPy's, in the interpreter: z / α may be ∞
+def test_leaky_relu_inverse_far_out_and_of_any_stride(device):
+    z = torch.tensor([[-1e38, -1e4, -20, -1e-30, 0, 1e-30, 20, 1e4, 3e38]], dtype=torch.float32, device=device)
+    found, exact = inverses(0.3, z)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
+    last = batch(device, 3, 5, 4, 2, last=True)
+    for z in (batch(device, 4, 5, 3, 6).permute(3, 1, 0, 2), batch(device, 6, 5, 4, 6)[..., ::2], last):
+        found, exact = inverses(0.3, z)
+        torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
+    assert found.stride() == last.stride()
+
+
+def test_leaky_relu_inverse_with_gradients_is_plain(device, monkeypatch):
+    from selfnorm.kernels import activation
+
+    z = batch(device, 3, 4).requires_grad_()
+    monkeypatch.setattr(activation, "leaky_inverse", None)
+    (grad,) = torch.autograd.grad(SmoothLeakyReLU().approx_inverse(z).sum(), z)
+    assert (grad >= 1).all()
+    with torch.no_grad():
+        assert SmoothLeakyReLU().approx_inverse(z[:0]).shape == (0, 4)
+        with pytest.raises(TypeError):
+            SmoothLeakyReLU().approx_inverse(z)
+
+
 def actnorm(channels, device):
     layer = ActNorm(channels).float().to(device)
     with torch.no_grad():

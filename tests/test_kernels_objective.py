@@ -21,10 +21,10 @@ def test_kernels_compute_the_objective_and_its_gradients(device, monkeypatch, ex
     from selfnorm.kernels.objective import objective, objective_gradients
 
     poisoned(monkeypatch)
-    z, log_det, reconstruction = (torch.randn(shape) for shape in ((examples, features), (examples,), (examples, columns)))
+    z, log_det, reconstruction = (torch.randn(shape) for shape in ((examples, features), (3, examples), (examples, columns)))
     weight, dimensions = torch.rand(columns) + 0.5, torch.randint(1, 9, (columns,)).double()
     inputs = [value.requires_grad_() for value in (z, log_det, reconstruction)]
-    nll = -(torch.distributions.Normal(0.0, 1.0).log_prob(z).sum(1) + log_det).mean()
+    nll = -(torch.distributions.Normal(0.0, 1.0).log_prob(z).sum(1) + log_det.sum(0)).mean()
     errors = reconstruction.mean(0) / dimensions
     value = nll + (weight * dimensions * errors).sum()
     wanted = torch.autograd.grad(3 * value, inputs, allow_unused=True, materialize_grads=True)
@@ -36,6 +36,7 @@ def test_kernels_compute_the_objective_and_its_gradients(device, monkeypatch, ex
     torch.testing.assert_close(got.double().cpu(), value.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(parts.double().cpu(), torch.cat([nll[None], errors]).detach(), rtol=1e-5, atol=1e-5)
     gradients = objective_gradients(single(z), single(weight), torch.tensor(3.0, dtype=torch.float32, device=device))
+    wanted = (wanted[0], wanted[1][1], wanted[2])  # each layer's log_det has the same
     for gradient, expected in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(gradient.double().cpu(), expected, rtol=1e-5, atol=1e-7)
 

@@ -161,9 +161,15 @@ def test_what_the_kernels_leave_alone(device, monkeypatch):
         raise AssertionError("a kernel was called")
 
     monkeypatch.setattr(kernel, "spline", refuse)
-    layer(x), layer.inverse(x)
+    monkeypatch.setattr(kernel, "spline_inverse", refuse)
+    layer(x), layer.inverse(x), layer.approx_inverse(x)  # whose gradient somebody may want
     assert layer.surrogate(x[:0]).z.shape == (0, 4)
     assert spline(device, (4,), 17).surrogate(x).z.shape == (3, 4)
+    with torch.no_grad():
+        assert layer.approx_inverse(x[:0]).shape == (0, 4)
+        assert spline(device, (4,), 17).approx_inverse(x).shape == (3, 4)
+        with pytest.raises(AssertionError, match="a kernel was called"):
+            layer.approx_inverse(x)
     with pytest.raises(AssertionError, match="a kernel was called"):
         layer.surrogate(x)
 
@@ -179,3 +185,50 @@ def test_in_a_cuda_graph(device, never_waiting):
         found = answers(layer, x, grad_z, grad_log_det)
     graph.replay()
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
+@torch.no_grad()
+def check_inverse(layer, z, slack=3e-6):
+    found = layer.approx_inverse(z)
+    with used_on():
+        plain = layer.approx_inverse(z)
+        exact = copy.deepcopy(layer).double().approx_inverse(z.double())
+    assert found.dtype == torch.float32 and found.shape == exact.shape
+    assert (found - exact).norm() <= 4 * (plain - exact).norm() + slack * exact.norm()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("examples", "shape", "bins"),
+    [(1, (1,), 5), (1, (70,), 5), (7, (2, 3, 5), 5), (33, (6,), 1), (3, (70,), 2), (9, (5,), 16), (520, (2,), 3)],
+)
+def test_inverse(device, examples, shape, bins):
+    layer, z = spline(device, shape, bins), batch(device, examples, *shape, scale=1.5)
+    z.view(-1)[::7] = 2.0
+    z.view(-1)[3::11] = -2.0
+    x = check_inverse(layer, z)
+    torch.testing.assert_close(layer.surrogate(x).z, z, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("scale", "bound", "slack"), [(0.01, 10.0, 3e-6), (3.0, 10.0, 3e-4), (10.0, 0.5, 5e-3)])
+def test_inverse_of_smooth_and_sharp_splines(device, scale, bound, slack):
+    check_inverse(spline(device, (6,), 5, scale, bound), batch(device, 32, 6, scale=bound / 2), slack)
+
+
+def test_inverse_at_knots_in_tails_and_of_any_stride(device):
+    layer = spline(device, (5, 4, 2), 3)
+    check_inverse(layer, batch(device, 4, 5, 2, 6).permute(3, 1, 0, 2))
+    check_inverse(layer, layer._knots()[1].detach().movedim(-1, 0).clone())
+    z = torch.tensor([-3e38, -2.0, 2.0, torch.inf, torch.nan], dtype=torch.float32, device=device)
+    with torch.no_grad():
+        x = layer.approx_inverse(z.repeat(8).view(1, 5, 4, 2))
+    torch.testing.assert_close(x.flatten(), z.repeat(8), rtol=0, atol=0, equal_nan=True)
+
+
+@torch.no_grad()
+def test_inverse_by_broken_parameters_is_nan(device):
+    """Samples are checked for it, and must not look well."""
+    for name in ("widths", "heights", "slopes"):
+        layer = spline(device, (3,), 5)
+        getattr(layer, name)[1] = torch.nan
+        assert layer.approx_inverse(batch(device, 9, 3, scale=0.5)).isnan().any(0).tolist() == [False, True, False]

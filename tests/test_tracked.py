@@ -92,9 +92,9 @@ def test_newton_schulz_leaves_the_square_of_the_step(name):
 
 def test_newton_schulz_squares_the_error_exactly():
     layer = moved(TrackedLinear(9), 0.3)
-    before = torch.eye(9) - layer.weight @ layer.weight_inv
+    before = torch.eye(9) - layer.weight_inv @ layer.weight
     layer.after_step()
-    assert_close(torch.eye(9) - layer.weight @ layer.weight_inv, before @ before)
+    assert_close(torch.eye(9) - layer.weight_inv @ layer.weight, before @ before)
     assert_close(layer.residual, before.norm())
 
 
@@ -269,7 +269,7 @@ def test_tap_sums_are_the_adjoint_of_the_matrix(geometry):
 @pytest.mark.parametrize("tracker", ["newton-schulz", "sketch"])
 @pytest.mark.parametrize(("error", "lost"), [(0.9, 0), (1.1, 1)])
 def test_where_a_tracker_gives_up(tracker, error, lost):
-    """At ‖I − WR‖ = 1 Newton–Schulz need not converge; for sketching the limit is √D/10, which is 1 here too."""
+    """At ‖I − RW‖ = 1 Newton–Schulz need not converge; for sketching the limit is √D/10, which is 1 here too."""
     layer = TrackedLinear(100, tracker=tracker, rank=100)  # with a whole basis the sketch's residual is no guess
     with torch.no_grad():
         layer.weight_inv.copy_((1 - error / 10) * torch.linalg.inv(layer.weight))

@@ -139,6 +139,11 @@ class Chain(Bijection):
         return z, total
 
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+        z, log_dets, reconstruction = self.surrogate_by_layer(x, context=context)
+        return Surrogate(z, log_dets.sum(0), reconstruction)
+
+    def surrogate_by_layer(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+        """The surrogate with a log_det for each layer, (L, N)."""
         log_dets, columns = [], [x.new_zeros(x.shape[0], 0)]
         for index, layer in enumerate(self):
             with located(f"layer {index}"):
@@ -147,8 +152,8 @@ class Chain(Bijection):
             if reconstruction.shape[1]:
                 columns.append(reconstruction)
         join()
-        total = torch.stack(log_dets).sum(0) if log_dets else x.new_zeros(x.shape[0])
-        return Surrogate(x, total, torch.cat(columns, dim=1))
+        stacked = torch.stack(log_dets) if log_dets else x.new_zeros(0, x.shape[0])
+        return Surrogate(x, stacked, torch.cat(columns, dim=1))
 
     def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
         for index, layer in reversed(list(enumerate(self))):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from selfnorm.bijection import located
+from selfnorm.bijection import Chain, located
 from selfnorm.checks import count, expect_batch
 from selfnorm.flow import Flow, StandardNormal
 from selfnorm.kernels.dispatch import usable
@@ -220,9 +220,9 @@ class Loss(nn.Module):
         for layer in layers:
             layer.symmetric = self.symmetric  # another loss of the same flow may have it otherwise
         if self._is_plain(flow, x):
-            z, log_det, reconstruction = flow.bijection.surrogate(x, context=context)
-            dimensions = self._dimensions_of(layers, x)
-            value, parts = _Objective.apply(z, log_det, reconstruction, self.penalty.weight, dimensions)
+            chain = flow.bijection if isinstance(flow.bijection, Chain) else Chain(flow.bijection)
+            found = chain.surrogate_by_layer(x, context=context)
+            value, parts = _Objective.apply(*found, self.penalty.weight, self._dimensions_of(layers, x))
             return value, Metrics(parts[0], parts[1:])
         surrogate = flow.surrogate(x, context=context)
         dimensions = self._dimensions_of(layers, x)
@@ -306,26 +306,29 @@ class Loss(nn.Module):
 
 
 class _Objective(torch.autograd.Function):
-    """z, log_det (N,), reconstruction (N, K), λ (K,), D (K,) -> the loss; nll and the K errors (1 + K,), without gradient."""
+    """z, log_dets (L, N), reconstruction (N, K), λ (K,), D (K,) -> the loss; nll and the K errors (1 + K,), without gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, z: Tensor, log_det: Tensor, reconstruction: Tensor, weight: Tensor, dimensions: Tensor
+        ctx: Any, z: Tensor, log_dets: Tensor, reconstruction: Tensor, weight: Tensor, dimensions: Tensor
     ) -> tuple[Tensor, Tensor]:
         from selfnorm.kernels.objective import objective
 
         ctx.save_for_backward(z, weight)
-        value, parts = objective(z, log_det, reconstruction, weight, dimensions)
+        ctx.layers = len(log_dets)
+        ctx.set_materialize_grads(False)  # or zeros are made for the one that has none
+        value, parts = objective(z, log_dets, reconstruction, weight, dimensions)
         ctx.mark_non_differentiable(parts)
         return value, parts
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor, Tensor, Tensor, None, None]:
         from selfnorm.kernels.objective import objective_gradients
 
         refuse_second_derivative()
         z, weight = ctx.saved_tensors
-        return *objective_gradients(z, weight, grad), None, None
+        grad_z, grad_log_det, grad_reconstruction = objective_gradients(z, weight, grad)
+        return grad_z, grad_log_det.expand(ctx.layers, -1), grad_reconstruction, None, None
 
 
 def _positive(who: str, name: str, value: float, *, zero: bool = False) -> float:

@@ -61,6 +61,7 @@ class Recipe:
     warmup_epochs: float = 10.0  # linear from 0, batch by batch
     decay: float = 0.0  # the last part of training over which the learning rate falls linearly to 0
     clip: float | None = None  # of the gradient's norm
+    graphs: bool = True  # on a GPU, take steps as CUDA graphs wherever nothing in them needs the host
     precision: Precision = "tf32"  # of products in training, on a GPU; bf16 is for coupling networks. Likelihoods are float32
     init_examples: int | None = None  # how many examples data-dependent layers start from; else one batch
     seed: int = 0

@@ -1,4 +1,5 @@
-"""Fused kernels for the smooth leaky ReLU and for ActNorm: value and log-determinant in one pass, gradients in another.
+"""Fused kernels for the smooth leaky ReLU and for ActNorm: value and log-determinant in one pass, gradients in another; and the
+leaky ReLU's inverse.
 
 No autograd here: each map comes as a pair of plain functions, the second of which is its hand-written gradient. All tensors are
 float32. Sums are taken in a fixed order, so that a result never changes from one run to the next.
@@ -93,6 +94,18 @@ def _leaky_backward(
     tl.store(grad_x_ptr + at, grad_z * slope + grad_log_det * (bend / slope), mask=mask)
 
 
+@triton.jit(do_not_specialize=["size"])
+def _leaky_inverse(z_ptr, x_ptr, size, alpha, NEWTON: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(z_ptr + at, mask=at < size, other=0.0)
+    x = tl.minimum(z, z / alpha)
+    for _ in tl.static_range(NEWTON):
+        e = exp(-tl.abs(x))
+        slope = alpha + (1.0 - alpha) * tl.where(x >= 0, 1.0, e) / (1.0 + e)
+        x -= (alpha * x + (1.0 - alpha) * (tl.maximum(x, 0.0) + log1p(e)) - z) / slope
+    tl.store(x_ptr + at, x, mask=at < size)
+
+
 def leaky(x: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
     """z = αx + (1 − α)·softplus(x) like x, and Σ log(α + (1 − α)·σ(x)) over each example's elements (N,). Reads x, writes z.
 
@@ -121,6 +134,17 @@ def leaky_backward(x: Tensor, alpha: float, grad_z: Tensor, grad_log_det: Tensor
         num_warps=min(max(rows * columns // 128, 1), 4),
     )
     return grad_x
+
+
+def leaky_inverse(z: Tensor, alpha: float, steps: int) -> Tensor:
+    """x of which `leaky` makes z, by so many of Newton's steps from min(z, z/α). Reads z, writes x, both in one order.
+
+    z: of any shape, without gaps in memory.
+    """
+    x = torch.empty_like(z)
+    block = min(next_power_of_2(z.numel()), 128 if z.numel() < 128 * ENOUGH_PROGRAMS else 512)
+    _leaky_inverse[(cdiv(z.numel(), block),)](z, x, z.numel(), alpha, steps, block, num_warps=max(block // 128, 1))
+    return x
 
 
 class ChannelTiles(NamedTuple):

@@ -1,10 +1,11 @@
 """Same-size convolutions of small images as tiles, and the self-normalizing convolution made of them.
 
 A program takes `PIXELS` pixels of one image, all channels at once. In the order k = (tap, in-channel) a convolution is a product
-of the patches A (pixels, kh·kw·C), gathered from an image that lies in the cache, and the kernel (kh·kw·C, C); the kernel's
-gradient is Aᵀ times the gradient (pixels, C). It is taken `DEPTH` of k at a time, some taps with all their channels, padded to
-`WIDTH`. A single channel needs no product: there a tile has one column, and taps are added up one by one. Zero padding, no
-dilation, no groups.
+of the kernel (C, kh·kw·C) and the patches A (kh·kw·C, pixels), gathered from an image that lies in the cache; the kernel's
+gradient is the gradient (C, pixels) times Aᵀ. It is taken `DEPTH` of k at a time, some taps with all their channels, padded to
+`WIDTH`. A single channel needs no product: there a tile has one row, and taps are added up one by one. Zero padding, no
+dilation, no groups. Tiles lie as the images do, pixels last, and have too few rows for the matrix units that work on a group of
+warps: those would wait for all memory at each product.
 
 What programs know of a sum over images they write down side by side, a row each, and `_finish` adds the rows in their order:
 no result depends on which program came first.
@@ -110,27 +111,27 @@ def patches(
     image, pixel, k, first,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A (pixels, k): for each pixel what tap first + k // WIDTH reads of channel k % WIDTH; 0 where there is none.
+    """A (k, pixels): for each pixel what tap first + k // WIDTH reads of channel k % WIDTH; 0 where there is none.
 
-    Rows of pixels beyond the image hold values of no meaning.
+    Columns of pixels beyond the image hold values of no meaning.
     """
     channel, tap = k % WIDTH, first + k // WIDTH
     down, right = tap // KW - KH // 2, tap % KW - KW // 2
     down = tl.where((channel < C) & (tap < KH * KW), down, H)  # so far down that nobody's reading lies inside
-    row, column = (pixel // W)[:, None] + down[None, :], (pixel % W)[:, None] + right[None, :]
+    row, column = (pixel // W)[None, :] + down[:, None], (pixel % W)[None, :] + right[:, None]
     inside = (row >= 0) & (row < H) & (column >= 0) & (column < W)
-    return tl.load(image + pixel[:, None] + (channel * (H * W) + down * W + right)[None, :], mask=inside, other=0.0)
+    return tl.load(image + pixel[None, :] + (channel * (H * W) + down * W + right)[:, None], mask=inside, other=0.0)
 
 
 @triton.jit
 def places_in_kernel(k, first, out, C: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr, FLIP: tl.constexpr):
-    """Where the kernel (C, C, kh, kw), or its flip, has the entries (k, out), and which of these there are."""
+    """Where the kernel (C, C, kh, kw), or its flip, has the entries (out, k), and which of these there are."""
     channel, tap = k % WIDTH, first + k // WIDTH
     if FLIP:
-        offsets = (channel * (C * TAPS) + TAPS - 1 - tap)[:, None] + (out * TAPS)[None, :]
+        offsets = (channel * (C * TAPS) + TAPS - 1 - tap)[None, :] + (out * TAPS)[:, None]
     else:
-        offsets = (channel * TAPS + tap)[:, None] + (out * (C * TAPS))[None, :]
-    return offsets, ((channel < C) & (tap < TAPS))[:, None] & (out < C)[None, :]
+        offsets = (channel * TAPS + tap)[None, :] + (out * (C * TAPS))[:, None]
+    return offsets, ((channel < C) & (tap < TAPS))[None, :] & (out < C)[:, None]
 
 
 @triton.jit
@@ -140,11 +141,11 @@ def convolved(
     PIXELS: tl.constexpr, OUT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
     FLIP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """kernel ⋆ image, or flip(kernel) ⋆ image, at some pixels: (pixels, out).
+    """kernel ⋆ image, or flip(kernel) ⋆ image, at some pixels: (out, pixels).
 
     counted: bytes like the kernel, or None; where one is 0, so is the kernel's entry.
     """
-    total = tl.zeros((PIXELS, OUT), tl.float32)
+    total = tl.zeros((OUT, PIXELS), tl.float32)
     k = tl.arange(0, DEPTH)
     for first in tl.static_range(0, KH * KW, DEPTH // WIDTH):
         offsets, there = places_in_kernel(k, first, out, C, KH * KW, WIDTH, FLIP)
@@ -153,9 +154,9 @@ def convolved(
         taps = tl.load(kernel + offsets, mask=there, other=0.0)
         taken = patches(image, pixel, k, first, C, H, W, KH, KW, WIDTH)
         if C == 1:
-            total += taken * taps
+            total += taps * taken
         else:
-            total = tl.dot(taken, taps, total, input_precision=PRECISION)
+            total = tl.dot(taps, taken, total, input_precision=PRECISION)
     return total
 
 
@@ -165,14 +166,14 @@ def correlate(
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     WIDTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write what a tile's gradient (pixels, out) means for the kernel (C, C, kh, kw) that read the image: Aᵀ·grad."""
+    """Write what a tile's gradient (out, pixels) means for the kernel (C, C, kh, kw) that read the image: grad·Aᵀ."""
     k = tl.arange(0, DEPTH)
     for first in tl.static_range(0, KH * KW, DEPTH // WIDTH):
         taken = patches(image, pixel, k, first, C, H, W, KH, KW, WIDTH)
         if C == 1:
-            part = tl.sum(taken * grad, axis=0)[:, None]
+            part = tl.sum(taken * grad, axis=1)[:, None]
         else:
-            part = tl.dot(tl.trans(taken), grad, input_precision=PRECISION)
+            part = tl.dot(grad, tl.trans(taken), input_precision=PRECISION)
         offsets, there = places_in_kernel(k, first, out, C, KH * KW, WIDTH, False)
         tl.store(partial + offsets, part, mask=there)
 
@@ -189,18 +190,18 @@ def _selfnorm_forward(
     out = tl.arange(0, OUT)
     for start in range(0, H * W, PIXELS):
         pixel = start + tl.arange(0, PIXELS)
-        there = (pixel < H * W)[:, None] & (out < C)[None, :]
-        places = image + pixel[:, None] + (out * (H * W))[None, :]
+        there = (out < C)[:, None] & (pixel < H * W)[None, :]
+        places = image + (out * (H * W))[:, None] + pixel[None, :]
         z = convolved(x_ptr + image, w_ptr, None, pixel, out, C, H, W, KH, KW, PIXELS, OUT, WIDTH, DEPTH, False, PRECISION)
         tl.store(z_ptr + places, z, mask=there)
         if bias_ptr is not None:
-            tl.store(out_ptr + places, z + tl.load(bias_ptr + out, mask=out < C, other=0.0)[None, :], mask=there)
+            tl.store(out_ptr + places, z + tl.load(bias_ptr + out, mask=out < C, other=0.0)[:, None], mask=there)
     tl.debug_barrier()
-    squares = tl.zeros((PIXELS, OUT), tl.float32)
+    squares = tl.zeros((OUT, PIXELS), tl.float32)
     for start in range(0, H * W, PIXELS):
         pixel = start + tl.arange(0, PIXELS)
-        there = (pixel < H * W)[:, None] & (out < C)[None, :]
-        places = image + pixel[:, None] + (out * (H * W))[None, :]
+        there = (out < C)[:, None] & (pixel < H * W)[None, :]
+        places = image + (out * (H * W))[:, None] + pixel[None, :]
         back = convolved(z_ptr + image, r_ptr, None, pixel, out, C, H, W, RH, RW, PIXELS, OUT, WIDTH, DEPTH, False, PRECISION)
         error = tl.where(there, back - tl.load(x_ptr + places, mask=there, other=0.0), 0.0)
         tl.store(error_ptr + places, error, mask=there)
@@ -222,8 +223,8 @@ def _selfnorm_backward(
     image = n.to(tl.int64) * (C * H * W)
     out = tl.arange(0, OUT)
     pixel = tl.program_id(0) % BLOCKS * PIXELS + tl.arange(0, PIXELS)
-    there = (pixel < H * W)[:, None] & (out < C)[None, :]
-    places = image + pixel[:, None] + (out * (H * W))[None, :]
+    there = (out < C)[:, None] & (pixel < H * W)[None, :]
+    places = image + (out * (H * W))[:, None] + pixel[None, :]
     partial = partial_ptr + tl.program_id(0).to(tl.int64) * (W_NUMEL + R_NUMEL + C)
     twice = 2 * tl.load(grad_squares_ptr + n)
     if tl.program_id(1) == 0:
@@ -231,7 +232,7 @@ def _selfnorm_backward(
         back = convolved(error_ptr + image, r_ptr, None, pixel, out, C, H, W, RH, RW, PIXELS, OUT, WIDTH, DEPTH, True, PRECISION)
         grad = tl.where(there, grad_z / 2 + twice * back, 0.0)
         correlate(x_ptr + image, grad, partial, pixel, out, C, H, W, KH, KW, WIDTH, DEPTH, PRECISION)
-        tl.store(partial + W_NUMEL + R_NUMEL + out, tl.sum(grad_z, axis=0), mask=out < C)
+        tl.store(partial + W_NUMEL + R_NUMEL + out, tl.sum(grad_z, axis=1), mask=out < C)
     else:
         grad_x = convolved(
             grad_z_ptr + image, w_ptr, None, pixel, out, C, H, W, KH, KW, PIXELS, OUT, WIDTH, DEPTH, True, PRECISION

@@ -1,6 +1,6 @@
 """The objective's arithmetic in three launches: row sums, the loss from them, and all of its gradients.
 
-    nll = mean_n(½‖z_n‖² − log_det_n) + D/2·log 2π
+    nll = mean_n(½‖z_n‖² − Σ_l log_det_ln) + D/2·log 2π
     error_k = mean_n(reconstruction_nk) / D_k
     value = nll + Σ_k λ_k·D_k·error_k
 
@@ -17,22 +17,37 @@ import triton.language as tl
 from torch import Tensor
 
 
-def objective(z: Tensor, log_det: Tensor, reconstruction: Tensor, weight: Tensor, dimensions: Tensor) -> tuple[Tensor, Tensor]:
-    """z (N, …), log_det (N,), reconstruction (N, K), λ and D_k (K,) -> value, and (1 + K,): nll and the K errors."""
-    z, log_det, reconstruction = z.contiguous(), log_det.contiguous(), reconstruction.contiguous()
-    examples, columns = z.shape[0], reconstruction.shape[1]
+def objective(z: Tensor, log_dets: Tensor, reconstruction: Tensor, weight: Tensor, dimensions: Tensor) -> tuple[Tensor, Tensor]:
+    """z (N, …), log_dets (L, N), reconstruction (N, K), λ and D_k (K,) -> value, and (1 + K,): nll and the K errors."""
+    z, log_dets, reconstruction = z.contiguous(), log_dets.contiguous(), reconstruction.contiguous()
+    examples, layers, columns = z.shape[0], log_dets.shape[0], reconstruction.shape[1]
     features = z[0].numel()
     energies, value, parts = z.new_empty(examples), z.new_empty(()), z.new_empty(1 + columns)
-    _energies[(examples,)](z, log_det, energies, features, BLOCK=_block(features, 1024), num_warps=4)
+    _energies[(examples,)](
+        z, log_dets, energies, features, layers, examples, BLOCK=_block(features, 1024), LAYERS=_block(layers, 2**20), num_warps=4
+    )
     constant = features / 2 * math.log(2 * math.pi)
+    width = _block(columns, 2**20)
+    rows = max(1, min(_block(examples, 1024), 4096 // width))
     _result[(1,)](
-        energies, reconstruction, weight, dimensions, value, parts, examples, columns, constant, BLOCK=_block(examples, 1024)
+        energies,
+        reconstruction,
+        weight,
+        dimensions,
+        value,
+        parts,
+        examples,
+        columns,
+        constant,
+        ROWS=rows,
+        COLUMNS=width,
+        num_warps=8,
     )
     return value, parts
 
 
 def objective_gradients(z: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Given the gradient of `value` (a scalar), those of z, log_det and reconstruction."""
+    """Given the gradient of `value` (a scalar), those of z, each log_det (N,) and reconstruction."""
     z, examples, columns = z.contiguous(), z.shape[0], weight.shape[0]
     grad_z, grad_log_det, grad_reconstruction = torch.empty_like(z), z.new_empty(examples), z.new_empty(examples, columns)
     features = z[0].numel()
@@ -54,40 +69,52 @@ def objective_gradients(z: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor
 
 
 def _block(values: int, most: int) -> int:
-    return min(most, triton.next_power_of_2(values))
+    return min(most, triton.next_power_of_2(max(1, values)))
 
 
 @triton.jit
-def _energies(z, log_det, energies, features, BLOCK: tl.constexpr):
-    """½‖z_n‖² − log_det_n, a program a row."""
+def _energies(z, log_dets, energies, features, layers, examples, BLOCK: tl.constexpr, LAYERS: tl.constexpr):
+    """½‖z_n‖² − Σ_l log_det_ln, a program a row."""
     row = tl.program_id(0).to(tl.int64)
+    layer = tl.arange(0, LAYERS)
+    log_det = tl.load(log_dets + layer.to(tl.int64) * examples + row, mask=layer < layers, other=0.0)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, features, BLOCK):
         column = start + tl.arange(0, BLOCK)
         value = tl.load(z + row * features + column, mask=column < features, other=0.0)
         total += value * value
-    tl.store(energies + row, 0.5 * tl.sum(total, 0) - tl.load(log_det + row))
+    tl.store(energies + row, 0.5 * tl.sum(total, 0) - tl.sum(log_det, 0))
 
 
 @triton.jit
-def _result(energies, reconstruction, weight, dimensions, value, parts, examples, columns, constant, BLOCK: tl.constexpr):
+def _result(
+    energies,
+    reconstruction,
+    weight,
+    dimensions,
+    value,
+    parts,
+    examples,
+    columns,
+    constant,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Means over the batch, in one program."""
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, examples, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        total += tl.load(energies + row, mask=row < examples, other=0.0)
-    nll = tl.sum(total, 0) / examples + constant
-    loss = nll
-    for column in range(0, columns):
-        total = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, examples, BLOCK):
-            row = start + tl.arange(0, BLOCK)
-            total += tl.load(reconstruction + row * columns + column, mask=row < examples, other=0.0)
-        mean = tl.sum(total, 0) / examples
-        loss += tl.load(weight + column) * mean
-        tl.store(parts + 1 + column, mean / tl.load(dimensions + column))
-    tl.store(value, loss)
+    column = tl.arange(0, COLUMNS)
+    known = column < columns
+    energy, errors = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, examples, ROWS):
+        row = start + tl.arange(0, ROWS)
+        energy += tl.load(energies + row, mask=row < examples, other=0.0)
+        places = row[:, None].to(tl.int64) * columns + column[None, :]
+        errors += tl.load(reconstruction + places, mask=(row < examples)[:, None] & known[None, :], other=0.0)
+    nll = tl.sum(energy, 0) / examples + constant
+    means = tl.sum(errors, 0) / examples
+    price = tl.load(weight + column, mask=known, other=0.0)
+    tl.store(parts + 1 + column, means / tl.load(dimensions + column, mask=known, other=1.0), mask=known)
     tl.store(parts, nll)
+    tl.store(value, nll + tl.sum(price * means, 0))
 
 
 @triton.jit

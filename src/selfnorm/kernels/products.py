@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from selfnorm.kernels.dispatch import input_precision
-from selfnorm.kernels.rounding import rounded
+from selfnorm.kernels.rounding import uncut
 
 WHOLE, PART, REST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what one launch does of a product
 
@@ -46,7 +46,7 @@ def tiles(examples: int, features: int, products: int = 1) -> Tiles | None:
     if examples > 256 or features > 1024:
         return None
     if products == 1:
-        return Tiles(rows=32, columns=32, depth=64, split=1, warps=4, stages=4)
+        return Tiles(rows=64, columns=32, depth=64, split=1, warps=4, stages=4)
     return Tiles(rows=32, columns=64, depth=64, split=1, warps=4, stages=4)
 
 
@@ -185,7 +185,8 @@ def _product(
                 right = tl.load(rights + depth[:, None], mask=reach, other=0.0)
             else:
                 right = tl.load(rights + depth[:, None].to(tl.int64) * features, mask=reach, other=0.0)
-            result = tl.dot(rounded(left, PRECISION), rounded(right, PRECISION), result, input_precision=PRECISION)
+            result = tl.dot(left, right, result, input_precision=PRECISION)
+        result = uncut(result, PRECISION)
         if STAGE == PART:
             tl.store(partial + tl.program_id(2) * slab + at, result, mask=inside)
     return result

@@ -6,10 +6,13 @@ A step takes y = Mx, in which the pivot is M[p, j], and swaps the parts of y_p a
 
 Column j's pivot is the largest of the rows that had none yet. After all of them M[p_j, j'] is A⁻¹[j, p_j'], no row has moved, and
 log|det A| = Σ_j log|pivot_j|. One program for a matrix, which stays in registers; C steps of O(C²). A singular matrix has −∞ and
-an inverse without meaning.
+an inverse without meaning. What a flow wants of a matrix that acts on every pixel, HW·log|det A| once for each example, the same
+program writes.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -26,14 +29,29 @@ def small_slogdet(matrix: Tensor) -> tuple[Tensor, Tensor]:
     matrix = matrix.contiguous()
     logabsdet = matrix.new_empty(matrix.shape[:-2])
     inverse_transposed = matrix.new_empty(matrix.shape)
-    block = max(2, triton.next_power_of_2(channels))
-    warps = 1 if block <= 32 else 4
-    _exchange[(logabsdet.numel(),)](matrix, logabsdet, inverse_transposed, C=channels, BLOCK=block, num_warps=warps)
+    _exchange[(logabsdet.numel(),)](matrix, logabsdet, inverse_transposed, 1, 1, **_block(channels))
     return logabsdet, inverse_transposed
 
 
+def repeated_slogdet(matrix: Tensor, copies: int, examples: int) -> tuple[Tensor, Tensor]:
+    """copies·log|det A|, as often as there are examples (N,), and A⁻ᵀ (C, C), of one matrix (C, C), C ≤ 64: one kernel."""
+    channels = matrix.shape[-1]
+    if matrix.shape != (channels, channels) or not 0 < channels <= LARGEST:
+        raise ValueError(f"repeated_slogdet: expected a square matrix of at most {LARGEST} rows, got {tuple(matrix.shape)}")
+    matrix = matrix.contiguous()
+    logabsdet, inverse_transposed = matrix.new_empty(examples), matrix.new_empty(matrix.shape)
+    _exchange[(1,)](matrix, logabsdet, inverse_transposed, copies, examples, **_block(channels))
+    return logabsdet, inverse_transposed
+
+
+def _block(channels: int) -> dict[str, Any]:
+    block = max(2, triton.next_power_of_2(channels))
+    return {"C": channels, "BLOCK": block, "num_warps": 1 if block <= 32 else 4}
+
+
 @triton.jit
-def _exchange(matrix_ptr, logabsdet_ptr, inverse_ptr, C: tl.constexpr, BLOCK: tl.constexpr):
+def _exchange(matrix_ptr, logabsdet_ptr, inverse_ptr, copies, examples, C: tl.constexpr, BLOCK: tl.constexpr):
+    """A matrix for each program, whose log-determinant is multiplied by `copies` and written `examples` times."""
     n = tl.program_id(0)
     start = n.to(tl.int64) * (C * C)
     row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
@@ -54,4 +72,6 @@ def _exchange(matrix_ptr, logabsdet_ptr, inverse_ptr, C: tl.constexpr, BLOCK: tl
         pivoted = tl.where(column == j, p, pivoted)
         total = tl.where(total > float("-inf"), total + tl.log(tl.abs(pivot)), total)  # −∞ stays, whatever comes after
     tl.store(inverse_ptr + start + pivoted * C + solved, m, mask=there)
-    tl.store(logabsdet_ptr + n, total)
+    for first in range(0, examples, 128):
+        example = first + tl.arange(0, 128)
+        tl.store(logabsdet_ptr + n * examples + example, tl.zeros((128,), tl.float32) + copies * total, mask=example < examples)

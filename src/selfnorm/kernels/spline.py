@@ -1,4 +1,5 @@
-"""Fused kernels for the rational-quadratic spline with parameters for every element: value and log-slope, and their gradients.
+"""Fused kernels for the rational-quadratic spline with parameters for every element: value and log-slope, their gradients, and
+the inverse.
 
 In the bin from (left, bottom) to (right, top) with slopes s and n at its ends, w its width, h its height, m = h/w and
 t = (x − left)/w, q = t(1 − t):
@@ -12,12 +13,14 @@ Gradients, with a for that of z and b for that of log S:
     by m:  a·h/D·(t² − v(1 − 2q)) + b·(2/m + 2q/Q − 2(1 − 2q)/D)
     by s:  a·h/D·q(1 − v) + b·((1 − t)²/Q − 2q/D)         by n:  −a·h/D·q·v + b·(t²/Q − 2q/D)
 
+The inverse takes the bin by z, and of it the root t in [0, 1] of z(t) = z, a quadratic equation.
+
 t and m depend on the bin's corners, and those on a softmax of raw widths and heights; a knot belongs to two bins. What the
 examples say about an element's knots is summed before it goes through that softmax.
 
 An element's knots are held in registers, which suits up to about 16 bins.
 
-No autograd here: `spline` and `spline_backward` are plain functions of float32 tensors. Sums are taken in a fixed order.
+No autograd here: these are plain functions of float32 tensors. Sums are taken in a fixed order.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -277,6 +280,48 @@ def _spline_backward(
         tl.store(pointers + k, of_slopes[k] / (1.0 + exp(-raw[k])), mask=elements < E)
 
 
+@triton.jit(do_not_specialize=["N", "E"])
+def _spline_inverse(
+    z_ptr,
+    widths_ptr,
+    heights_ptr,
+    slopes_ptr,
+    x_ptr,
+    N,
+    E,
+    bound,
+    SMALLEST: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BINS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    elements = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (rows[:, None] < N) & (elements[None, :] < E)
+    at = rows.to(tl.int64)[:, None] * E + elements[None, :]
+    z = tl.load(z_ptr + at, mask=mask, other=0.0)
+    inside = tl.abs(z) < bound
+
+    xs = _edges(_softmax(widths_ptr, elements, E, BINS), bound, SMALLEST, BINS)
+    zs = _edges(_softmax(heights_ptr, elements, E, BINS), bound, SMALLEST, BINS)
+    raw = _raw_slopes(slopes_ptr, elements, E, OFFSET, BINS)
+    slopes = _knot_slopes(raw, tl.zeros_like(xs[0]) + 1.0, SMALLEST, BINS)
+    inner = tl.where(inside, z, 0.0)
+    _, bottom, top, left, right, slope, next_slope = _bin(inner, zs, xs, slopes, BINS)
+
+    width, height, rise = right - left, top - bottom, inner - bottom
+    mean = height / width
+    bent = rise * (slope + next_slope - 2.0 * mean)
+    # a·t² + b·t + c = 0, and of its roots the one in [0, 1] in the form that cancels nothing, as in the plain code
+    a = height * (mean - slope) + bent
+    b = height * slope - bent
+    c = -mean * rise
+    t = 2.0 * c / (-b - tl.sqrt(tl.maximum(b * b - 4.0 * a * c, 0.0)))
+    t = tl.where(t < 0.0, 0.0, tl.where(t > 1.0, 1.0, t))  # and a NaN stays one
+    tl.store(x_ptr + at, tl.where(inside, left + width * t, z), mask=mask)
+
+
 def spline(x: Tensor, widths: Tensor, heights: Tensor, slopes: Tensor, bound: float, smallest: float) -> tuple[Tensor, Tensor]:
     """z (N, E) and Σ log dz/dx over each example's elements (N,). Reads x, writes z; the parameters once for each program.
 
@@ -325,6 +370,20 @@ def spline_backward(
     )
     grads = (parts[0] if len(parts) == 1 else parts.sum(0)).split([widths.numel(), heights.numel(), slopes.numel()])
     return grad_x, grads[0].view_as(widths), grads[1].view_as(heights), grads[2].view_as(slopes)
+
+
+def spline_inverse(z: Tensor, widths: Tensor, heights: Tensor, slopes: Tensor, bound: float, smallest: float) -> Tensor:
+    """x (N, E) of which `spline` makes z (N, E); the rest as there. Reads z, writes x; the parameters once for each program."""
+    (examples, elements), bins = z.shape, widths.shape[1]
+    columns = min(next_power_of_2(elements), 32)  # one sample still makes many programs, and they one memory access a row
+    rows = min(next_power_of_2(examples), 512 // columns)
+    x = torch.empty_like(z)
+    _spline_inverse[cdiv(examples, rows), cdiv(elements, columns)](
+        *(z, widths, heights, slopes, x, examples, elements, bound),
+        *(smallest, _offset(smallest), bins, rows, columns),
+        num_warps=max(rows * columns // 128, 1),
+    )
+    return x
 
 
 def _offset(smallest: float) -> float:

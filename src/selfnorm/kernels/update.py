@@ -26,7 +26,7 @@ from torch import Tensor
 
 from selfnorm.inverses import transposed
 from selfnorm.kernels.dispatch import input_precision
-from selfnorm.kernels.rounding import rounded
+from selfnorm.kernels.rounding import uncut
 
 MOST = 512
 
@@ -50,7 +50,7 @@ class Tiles(NamedTuple):
 
 
 def tiles(features: int, matrices: int) -> Tiles:
-    return Tiles(rows=32, columns=32, depth=32, warps=4, stages=3)
+    return Tiles(rows=32, columns=32, depth=64, warps=4, stages=3)
 
 
 def adam_pair(
@@ -229,8 +229,8 @@ def _product(
         rights = b + depth[:, None].to(tl.int64) * features + columns[None, :]
         left = tl.load(lefts, mask=(depth[None, :] < examples) & (rows[:, None] < features), other=0.0)
         right = tl.load(rights, mask=(depth[:, None] < examples) & (columns[None, :] < features), other=0.0)
-        result = tl.dot(rounded(left, PRECISION), rounded(right, PRECISION), result, input_precision=PRECISION)
-    return result
+        result = tl.dot(left, right, result, input_precision=PRECISION)
+    return uncut(result, PRECISION)
 
 
 @triton.jit
@@ -246,17 +246,16 @@ def _pair_kernel(
     inside = (rows[:, None] < features) & (columns[None, :] < features)
     across = columns[:, None].to(tl.int64) * features + rows[None, :]
     reach = (columns[:, None] < features) & (rows[None, :] < features)
-    # All loads from far away first, so that they are under way while the products are made.
+    gradient_w = _product(towards_w, x, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
+    # R's as ∂Rᵀ = zᵀ towards_r − s·W, whose tile has the shape of W's.
+    gradient_r = _product(z, towards_r, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
+    half = factor * _sum(scale, count, stride, SUMS, ROUNDS)
     value_r = tl.load(R + across, mask=reach, other=0.0)
     value_w = tl.load(W + at, mask=inside, other=0.0)
     m_w = tl.load(W_average + at, mask=inside, other=0.0)
     v_w = tl.load(W_square + at, mask=inside, other=0.0)
     m_r = tl.load(R_average + across, mask=reach, other=0.0)
     v_r = tl.load(R_square + across, mask=reach, other=0.0)
-    gradient_w = _product(towards_w, x, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
-    # R's as ∂Rᵀ = zᵀ towards_r − s·W, whose tile has the shape of W's.
-    gradient_r = _product(z, towards_r, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
-    half = factor * _sum(scale, count, stride, SUMS, ROUNDS)
     gradient_w = _free(gradient_w) + half * tl.trans(value_r)
     gradient_r = tl.trans(_free(gradient_r) - half * value_w)
     size, root = _corrections(W_step, rate, LOG1, LOG2)

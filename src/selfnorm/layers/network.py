@@ -123,7 +123,7 @@ def _through_last(columns: Tensor, w3: Tensor, h2: Tensor) -> tuple[Tensor, Tens
     """G₂ = (B·W₃) ⊙ [H₂ > 0], and in parts its column sums and BᵀH₂: in one pass if B's columns are few enough."""
     from selfnorm.kernels.coupling import last_backward, masked_product, on_tensor_cores
 
-    if on_tensor_cores(columns.dtype) and columns.shape[1] <= 128:
+    if on_tensor_cores(columns.dtype) and columns.shape[1] <= (64 if columns.dtype == torch.float32 else 128):
         return last_backward(columns, w3, h2)
     g2, sums = masked_product(columns, w3, h2)
     return g2, sums, _product(columns.t(), h2)[None]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from selfnorm.data.batches import TrainingBatches, seed_of
 from selfnorm.factored import factored_gradients
+from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
 from selfnorm.objective import Loss, Metrics
 from selfnorm.streams import Branches, branching
@@ -51,7 +52,8 @@ class CapturedStep:
         self._graphs = _Graphs(batches.examples.device)
         self._branches = Branches(batches.examples.device) if batches.examples.device.type == "cuda" else None
         zeros = self._parameters[0].detach().new_zeros
-        self.failed, self.lost = zeros(()), zeros(())
+        self.failed, self.lost, self._frozen = zeros(()), zeros(()), zeros(())
+        self._step = shared_step(optimizer, self._parameters)
         self._one = zeros(()) + 1
         self._limits = self.failed.new_tensor([layer.largest_residual for layer in self._tracked])
         # What the graphs read and write lies in the same memory at each replay. First, a block of batches:
@@ -70,8 +72,7 @@ class CapturedStep:
         self._x = torch.zeros_like(self._behind_front[: self._several * batches.batch_size])
         self._rates = zeros(self._several)
         self._generators = [torch.Generator(device) for _ in range(self._several)] if loss.draws else []
-        self._losses, self._surrogates = zeros(self._several), zeros(self._several)
-        self._errors = zeros(self._several, len(loss.flow.reconstruction_names))
+        self._history = zeros(self._several, 2 + len(loss.flow.reconstruction_names))  # loss, surrogate, errors of each step
         self.losses = zeros(0)
 
     def reach(self, index: int) -> int:
@@ -90,8 +91,9 @@ class CapturedStep:
         self._graphs.run(f"{n} steps", lambda: self._take(n), self._generators[:n], warm=self._taken >= WARM_UP)
         self._taken += n
         front_nll = self._front_nll[within : within + n]
-        self.losses = self._losses[:n] + front_nll
-        return Metrics(self._surrogates[:n].sum() + front_nll.sum(), self._errors[:n].sum(0))
+        self.losses = self._history[:n, 0] + front_nll
+        sums = self._history[:n].sum(0)
+        return Metrics(sums[1] + front_nll.sum(), sums[2:])
 
     def go_on(self) -> None:
         self.lost.zero_()
@@ -136,7 +138,7 @@ class CapturedStep:
             with branching(self._branches):
                 value, metrics = self.loss.of(self._flow, x, generator=generator)
             self.mark("the rest of the loss", backward=True)
-            value.backward()
+            value.backward(self._one)
         self.mark("norm of the gradient")
         factored = collected.take() if collected else []
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
@@ -147,32 +149,66 @@ class CapturedStep:
         # What gradient scaling uses: one kernel looks at all of them (and multiplies by 1), and raises the flag.
         torch._amp_foreach_non_finite_check_and_unscale_([*gradients, value.detach()], self.failed, self._one)
         self.mark("Adam")
-        frozen = torch.maximum(self.failed, self.lost)
-        self.optimizer.param_groups[0]["lr"] = self._rates[step]
-        self.optimizer.found_inf = frozen  # type: ignore[attr-defined]
-        self.optimizer.step()
-        if factored:
-            steps = [adam_state(self.optimizer, parameter)["step"] for record in factored for parameter in record.parameters]
-            torch._foreach_add_(steps, 1)
-            torch._foreach_sub_(steps, [frozen] * len(steps))
-            for record in factored:
-                record.apply_adam(self._state, self._rates[step], frozen, self.failed, BETAS, EPS)
+        self._begin_update()
+        self._adam(self._rates[step])
+        for record in factored:
+            record.apply_adam(self._state, self._rates[step], self._frozen, self.failed, BETAS, EPS)
         self.optimizer.zero_grad(set_to_none=True)
         self.mark("after the step")
         self.loss.after_step(metrics, generator=generator)
-        self._losses[step].copy_(value.detach())
-        surrogate, errors = metrics
+        row = self._history[step]
+        torch.cat([value.detach().view(1), metrics.surrogate.view(1), metrics.reconstruction], out=row)
         if self._tracked:
-            surrogate, errors = surrogate * (1 - frozen), errors * (1 - frozen)
+            row.mul_(1 - self._frozen)  # what changes nothing is not to be counted
             residuals = torch.stack([layer.residual for layer in self._tracked])
             self.lost.copy_(torch.maximum(self.lost, 1 - (residuals < self._limits).all().to(self.lost)))  # a NaN is lost, too
-        self._surrogates[step].copy_(surrogate)
-        self._errors[step].copy_(errors)
         self.mark("end")
+
+    def _begin_update(self) -> None:
+        if usable(self.failed):
+            from selfnorm.kernels.guard import begin_update
+
+            begin_update(self.failed, self.lost, self._frozen, self._step)
+        else:
+            self._frozen.copy_(torch.maximum(self.failed, self.lost))
+            self._step.add_(1 - self._frozen)
+
+    def _adam(self, rate: Tensor) -> None:
+        """What the optimiser's own step would do for all parameters that have a gradient, less the counting."""
+        updated = [(parameter, parameter.grad, *self._state(parameter)) for parameter in self._parameters]
+        updated = [each for each in updated if each[1] is not None]
+        if not updated:
+            return
+        parameters, gradients, averages, squares, steps = zip(*updated, strict=True)
+        torch._fused_adam_(
+            parameters,
+            gradients,
+            averages,
+            squares,
+            [],
+            steps,
+            lr=rate,
+            beta1=BETAS[0],
+            beta2=BETAS[1],
+            weight_decay=0.0,
+            eps=EPS,
+            amsgrad=False,
+            maximize=False,
+            found_inf=self._frozen,
+        )
 
     def _state(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor, Tensor]:
         state = adam_state(self.optimizer, parameter)
         return state["exp_avg"], state["exp_avg_sq"], state["step"]
+
+
+def shared_step(optimizer: torch.optim.Adam, parameters: Sequence[Tensor]) -> Tensor:
+    """Adam's count of steps, made one tensor for all parameters, which all take every step."""
+    states = [adam_state(optimizer, parameter) for parameter in parameters]
+    shared = states[0]["step"]
+    for state in states:
+        state["step"] = shared
+    return shared
 
 
 def _steps_per_graph(block: int, modules: int) -> int:
@@ -212,6 +248,13 @@ class _Graphs:
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            work()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                work()
+        except RuntimeError as error:
+            cause = str(error.__context__ or error).splitlines()[0]  # what came first; the end of the capture only complains
+            raise RuntimeError(
+                f"expected a training step that can be captured as a CUDA graph, got one in which the host waits or something "
+                f"holds on to an earlier backward pass ({cause}); --set graphs=false trains without graphs"
+            ) from error
         return graph

@@ -324,7 +324,7 @@ class Trainer:
             return profile(self._make_step(loss, adam(loss)))
 
     def _make_step(self, loss: Loss, optimizer: torch.optim.Adam) -> EagerStep | CapturedStep:
-        kind = CapturedStep if can_be_captured(loss, self.batches) else EagerStep
+        kind = CapturedStep if self.recipe.graphs and can_be_captured(loss, self.batches) else EagerStep
         return kind(loss, optimizer, self.batches, self.recipe.clip)
 
     def _capture(self) -> Checkpoint:

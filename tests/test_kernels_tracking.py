@@ -1,0 +1,209 @@
+"""Newton–Schulz and the tracked convolution by kernels, against the same in float64."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from oracles import dense_matrix
+from selfnorm import TrackedConv2d, TrackedLinear
+from selfnorm.convmatrix import Geometry, convolve
+from selfnorm.kernels.dispatch import used_on
+
+pytest.importorskip("triton")
+
+from selfnorm.kernels import tracking
+from selfnorm.kernels.tracking import convolution, convolution_backward, error_of, error_of_convolution, follow
+
+LAYERS = {
+    "linear 1": (lambda: TrackedLinear(1), (1,)),
+    "linear": (lambda: TrackedLinear(37), (37,)),
+    "3x3": (lambda: TrackedConv2d(2, 3, (5, 4)), (2, 5, 4)),
+    "one channel": (lambda: TrackedConv2d(1, 3, (7, 9)), (1, 7, 9)),
+    "5x1": (lambda: TrackedConv2d(3, (5, 1), (3, 4), bias=False), (3, 3, 4)),
+    "one pixel": (lambda: TrackedConv2d(5, 3, (1, 1)), (5, 1, 1)),
+    "several tiles": (lambda: TrackedConv2d(2, 3, (9, 8)), (2, 9, 8)),
+    "1x1": (lambda: TrackedConv2d(5, 1, (3, 2)), (5, 3, 2)),
+}
+CONVOLUTIONS = [name for name in LAYERS if not name.startswith("linear")]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """New memory holds NaN, so that what no program writes is seen."""
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, original=original, **k: _poison(original(*a, **k)))
+
+
+def _poison(tensor):
+    return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+
+def single(device, *shape):
+    return torch.randn(shape, dtype=torch.float32, device=device)
+
+
+def close(got, expected, scale=1.0):
+    scale = max(scale, float(expected.abs().max()))
+    torch.testing.assert_close(got, expected.to(got.dtype), rtol=2e-5, atol=1e-5 * scale)
+
+
+def moved(name, device, by=0.02):
+    """A layer whose weight has gone a little further than its inverse, in float32, and the shape of its examples."""
+    build, shape = LAYERS[name]
+    layer = build()
+    with torch.no_grad():
+        layer.weight.add_(by * torch.randn_like(layer.weight))
+    return layer.to(device, torch.float32), shape
+
+
+def matrix_of(layer):
+    if layer.weight.dim() == 2 or layer.kernel_size == (1, 1):
+        return layer.weight.detach().flatten(1).double()
+    return dense_matrix(layer.weight.detach().double(), layer.size, layer.geometry)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_inverse_follows(device, kernels, name):
+    layer, _ = moved(name, device)
+    W, R = matrix_of(layer), layer.weight_inv.double()
+    E = torch.eye(len(R)).to(R) - R @ W
+    layer.track()
+    close(layer.weight_inv, R + E @ R)
+    torch.testing.assert_close(layer.residual, E.norm().float(), rtol=1e-3, atol=1e-6)
+    assert int(layer.fallbacks) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 61])
+@pytest.mark.parametrize("programs", [1, 2, 256])
+def test_the_two_passes(device, kernels, monkeypatch, rows, programs):
+    """For any number of programs, with more than one step each."""
+    monkeypatch.setattr(tracking, "PROGRAMS", programs)
+    product, R, residual = single(device, rows, rows), single(device, rows, rows), single(device)
+    expected, start = torch.eye(rows).to(device) - product.double(), R.clone()
+    error, squares = error_of(product)
+    assert error is product and len(squares) <= programs
+    close(error, expected)
+    close(squares.sum(), expected.square().sum())
+    norm = float(expected.norm())
+    follow(R, error, squares, residual, 1.01 * norm)
+    close(R, start.double() + expected @ start.double())
+    close(residual, expected.norm())
+    R.copy_(start)
+    residual.zero_()
+    follow(R, error, squares, residual, 0.99 * norm)
+    assert torch.equal(R, start)
+    close(residual, expected.norm())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("name", ["linear", "3x3", "1x1", "one channel"])
+def test_what_is_lost_stays_as_it_is(device, kernels, name, value):
+    layer, _ = moved(name, device)
+    with torch.no_grad():
+        layer.weight.view(-1)[-1] = value
+    before = layer.weight_inv.clone()
+    layer.track()
+    assert torch.equal(layer.weight_inv, before)
+    assert not layer.residual < layer.largest_residual
+
+
+@pytest.mark.parametrize("name", ["linear", "3x3"])
+def test_kernels_are_used_and_change_the_inverse_in_place(device, kernels, monkeypatch, name):
+    called = []
+    monkeypatch.setattr(tracking, "follow", lambda *a, original=follow: (called.append(name), original(*a)))
+    layer, _ = moved(name, device)
+    place = layer.weight_inv.data_ptr()
+    assert layer.weight_inv.is_contiguous()
+    layer.after_step()
+    assert called and layer.weight_inv.data_ptr() == place
+    layer.weight_inv = layer.weight_inv.mT.contiguous().mT  # which kernels do not take
+    layer.after_step()
+    assert len(called) == 1
+    for bad in (lambda R: error_of(R), lambda R: follow(R, R, R[0], layer.residual, 1.0)):
+        with pytest.raises(ValueError, match="expected a contiguous"):
+            bad(layer.weight_inv)
+
+
+@pytest.mark.parametrize("examples", [1, 3])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_the_convolution_and_its_gradients(device, kernels, name, examples):
+    layer, shape = moved(name, device, by=0.3)
+    with torch.no_grad():
+        layer.weight_inv.normal_()
+        if layer.bias is not None:
+            layer.bias.normal_()
+    layer.weight_inv.copy_(layer.weight_inv.mT.clone())
+    x, arriving = single(device, examples, *shape[:2], shape[2] + 1)[..., 1:], single(device, examples, *shape)
+    found = []
+    for twin, kinds in ((layer, (device.type,)), (copy.deepcopy(layer).double(), ())):
+        with used_on(*kinds):
+            start = x.to(twin.weight.dtype).requires_grad_()
+            z, log_det, reconstruction = twin.surrogate(start)
+            assert reconstruction.shape == (examples, 0)
+            ((z * arriving).sum() - (log_det * torch.arange(1.0, examples + 1, device=device)).sum()).backward()
+        found.append([z.detach(), log_det.detach(), start.grad, *(parameter.grad for parameter in twin.parameters())])
+    for got, expected in zip(*found, strict=True):
+        close(got, expected)
+    assert not found[0][1].any()
+
+
+@pytest.mark.parametrize("channels", [1, 4, 17])
+def test_many_taps_and_many_rows(device, kernels, channels):
+    """More columns than one for a program, and sums that take more than a step."""
+    examples, size = 5 if channels > 1 else 3, (3, 3) if channels > 4 else (6, 6)
+    x, grad_z = single(device, examples, channels, *size), single(device, examples, channels, *size)
+    w, R, b = single(device, channels, channels, 3, 3), single(device, *2 * (channels * math.prod(size),)), single(device, channels)
+    grad_log_det = single(device, examples)
+    z, zeros = convolution(x, w, b)
+    w_ = w.double().requires_grad_()
+    expected = convolve(x.double(), w_, Geometry()) + b.double()[:, None, None]
+    close(z, expected.detach())
+    assert not zeros.any()
+    (grad,) = torch.autograd.grad((expected * grad_z).sum(), w_, retain_graph=True)
+    T = dense_matrix(w_, size, Geometry())
+    (of_log_det,) = torch.autograd.grad((T * R.double().mT).sum(), w_)
+    grad_x, grad_w, grad_b = convolution_backward(x, w, R, grad_z, grad_log_det)
+    close(grad_w, grad + grad_log_det.double().sum() * of_log_det)
+    close(grad_b, grad_z.double().sum((0, 2, 3)))
+    close(grad_x, (grad_z.double().flatten(1) @ T.detach()).view_as(x))
+    nothing, again, _ = convolution_backward(x, w, R, grad_z, grad_log_det, towards_x=False)
+    assert nothing is None and torch.equal(again, grad_w)
+
+
+def test_long_sums(device, kernels):
+    """1100 examples of 1 × 1100 pixels would be slow here; so much of it that no sum fits into one step."""
+    x, grad_z = single(device, 1100, 1, 1, 2), single(device, 1100, 1, 1, 2)
+    w, R, grad_log_det = single(device, 1, 1, 1, 3), single(device, 2, 2), single(device, 1100)
+    _, grad_w, grad_b = convolution_backward(x, w, R, grad_z, grad_log_det)
+    x_, g, total = x[:, 0, 0].double(), grad_z[:, 0, 0].double(), grad_log_det.double().sum()
+    expected = [(x_[:, 0] * g[:, 1]).sum() + total * R[0, 1], (x_ * g).sum() + total * R.trace(), (x_[:, 1] * g[:, 0]).sum()]
+    expected[2] = expected[2] + total * R[1, 0]
+    close(grad_w.flatten(), torch.stack(expected))
+    close(grad_b, g.sum()[None])
+
+
+@pytest.mark.parametrize("name", ["3x3", "one channel", "5x1", "several tiles", "one pixel"])
+def test_the_error_of_a_convolutions_inverse(device, kernels, name):
+    layer, _ = moved(name, device, by=0.3)
+    R = torch.randn_like(layer.weight_inv)
+    error, squares = error_of_convolution(R, layer.weight, layer.size)
+    expected = torch.eye(len(R)).to(device) - R.double() @ matrix_of(layer)
+    close(error, expected)
+    close(squares, expected.square().sum(1))
+
+
+def test_more_channels_than_the_kernels_take(device, kernels):
+    """Then the products are torch's, and Newton–Schulz's two passes are still the kernels'."""
+    layer = TrackedConv2d(33, 3, (1, 2)).to(device, torch.float32)
+    twin = copy.deepcopy(layer).double()
+    for each in (layer, twin):
+        with torch.no_grad():
+            each.weight.mul_(1.01)
+        z, log_det, _ = each.surrogate(torch.ones(2, 33, 1, 2).to(each.weight))
+        (z.sum() + log_det.sum()).backward()
+        each.after_step()
+    close(layer.weight.grad, twin.weight.grad)
+    close(layer.weight_inv, twin.weight_inv)
