@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 from torch.testing import assert_close
 
 from selfnorm.convmatrix import (
@@ -105,6 +106,34 @@ def test_tap_counts_by_brute_force(problem):
     counts = torch.bincount(matrix.flatten().round().long(), minlength=w.numel() + 1)[1:].reshape(w.shape)
     expected = tap_counts((w.shape[2], w.shape[3]), size, geometry)
     assert torch.equal(counts, expected.expand(w.shape))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, when it first derives forward
+@settings(max_examples=40, deadline=None)
+@given(problems())
+def test_derivatives_of_convolve_are_torchs(problem):
+    """The first, the second and the forward one, and in a batch of problems."""
+    w, size, geometry = problem
+    x, grad, more = torch.randn(3, 2, w.shape[0], *size)
+    inputs = (x.requires_grad_(), w.requires_grad_())
+
+    def derivatives(function):
+        first = torch.autograd.grad(function(*inputs, geometry).tanh(), inputs, grad, create_graph=True)
+        second = torch.autograd.grad((first[0] * more).sum() + first[1].square().sum(), inputs)
+        return [*first, *second]
+
+    for ours, theirs in zip(derivatives(convolve), derivatives(torch_conv), strict=True):
+        assert_close(ours, theirs)
+
+    def gradient(function):
+        return lambda x: torch.func.grad(lambda x: function(x[None], w.detach(), geometry).tanh().sum())(x)
+
+    x, w = x.detach(), w.detach()
+    assert_close(torch.vmap(gradient(convolve))(x), torch.stack([gradient(torch_conv)(each) for each in x]))
+    with forward_ad.dual_level():
+        duals = forward_ad.make_dual(x.requires_grad_(), more), forward_ad.make_dual(w, w.flip(0))
+        tangent = forward_ad.unpack_dual(convolve(*duals, geometry)).tangent
+    assert_close(tangent, torch_conv(more, w, geometry) + torch_conv(x, w.flip(0), geometry))
 
 
 @settings(max_examples=40, deadline=None)

@@ -41,13 +41,13 @@ def test_weights_and_sums_are_right_for_any_shape(device, kernels, shape):
     examples, features = shape
     z, grad_z = single(device, *shape), single(device, features, examples).mT  # not contiguous
     b, grad_log_det = single(device, features), single(device, 1).expand(examples)
-    z_, g, b_, l = (tensor.double() for tensor in (z, grad_z, b, grad_log_det))
+    z_, g, b_, of_log_det = (tensor.double() for tensor in (z, grad_z, b, grad_log_det))
 
     u = weights(z, b)
     close(u, z_ @ b_ + 1)
     into = torch.full_like(u, torch.nan)
     assert weights(z, b, out=into) is into and torch.equal(into, u)
-    close(bias_gradient(grad_z, u, b, grad_log_det), g.T @ (z_ @ b_ + 1) + l.sum() * b_)
+    close(bias_gradient(grad_z, u, b, grad_log_det), g.T @ (z_ @ b_ + 1) + of_log_det.sum() * b_)
     close(bias_gradient(grad_z), g.sum(0))
 
 
@@ -61,7 +61,7 @@ def test_the_layer_is_the_same_with_kernels_as_without(device, kernels, bias):
     found = []
     for twin, kinds in ((layer, (device.type,)), (copy.deepcopy(layer).double(), ())):
         with used_on(*kinds):
-            start = x.to(twin.weight.dtype).requires_grad_()
+            start = x.to(twin.weight.dtype).detach().requires_grad_()
             z, log_det, _ = twin.surrogate(start)
             ((z * arriving).sum() - log_det.mean()).backward()
         found.append([z.detach(), log_det.detach(), start.grad, *(parameter.grad for parameter in twin.parameters())])

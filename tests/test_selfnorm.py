@@ -12,6 +12,7 @@ from selfnorm.convmatrix import flip, resize_kernel, tap_counts
 
 LAYERS = {
     "linear": (lambda: SelfNormLinear(6), (6,)),
+    "linear-64": (lambda: SelfNormLinear(64), (64,)),  # of which a CPU makes transposed copies otherwise
     "linear-no-bias": (lambda: SelfNormLinear(4, bias=False), (4,)),
     "1x1": (lambda: SelfNormConv2d(3, 1), (3, 4, 3)),
     "3x3": (lambda: SelfNormConv2d(2, 3), (2, 5, 4)),

@@ -17,6 +17,7 @@ from selfnorm.layers.relative import RelativeLinear
 from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
 from selfnorm.layers.spline import SplineActivation
 from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
+from selfnorm.sampler import Sampler
 
 if TYPE_CHECKING:
     from selfnorm.estimator import SelfNormDensity
@@ -41,6 +42,7 @@ __all__ = [
     "LULinear",
     "Logit",
     "RelativeLinear",
+    "Sampler",
     "SelfNormConv2d",
     "SelfNormDensity",
     "SelfNormLinear",

@@ -22,6 +22,7 @@ from selfnorm.files import replacing
 from selfnorm.flow import Flow, Inverse
 from selfnorm.precision import Precision
 from selfnorm.report import figures
+from selfnorm.sampler import Sampler
 from selfnorm.train.checkpoint import Checkpoint, checkpoint_in, read
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import threads
@@ -75,8 +76,9 @@ class Trained:
         generator = generator_for(self.device, seed, "sample")
         size = self.checkpoint.recipe.eval_batch_size
         with evaluating(self.flow), threads(self.checkpoint.recipe.threads):
-            batches = [self.flow.sample(min(size, n - start), inverse, generator).cpu() for start in range(0, n, size)]
-        return torch.cat(batches)
+            sampler = Sampler(self.flow, size, inverse, generator)
+            batches = [sampler().cpu() for _ in range(n // size)]
+            return torch.cat([*batches, self.flow.sample(n % size, inverse, generator).cpu()])
 
     def score(self, file: Path, samples: int = 1, seed: int = 0) -> Scores:
         """The exact log-likelihood of each row of a file, beside the training data's."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,8 @@ from selfnorm.bench.models import PAPER_MS, Model, families
 from selfnorm.bench.table import BenchTable, Cell, in_full, milli, significant, source_of
 from selfnorm.bench.timing import Effort, Failure, Timing, Work, clock_mhz, measure, reason_for, synchronize
 from selfnorm.bench.training import TrainingStep, training_step
-from selfnorm.evaluate import evaluating
 from selfnorm.flow import Flow
+from selfnorm.sampler import Sampler
 from selfnorm.train.loop import threads
 
 Told = Callable[[str], object]  # is called with a line about what was just measured
@@ -178,22 +179,12 @@ def _bulk(flow: Flow) -> Callable[[], object]:
 
 
 def _sample_graph(flow: Flow, device: torch.device) -> Work | None:
-    """A sample as one graph, of noise that is drawn before; None where that cannot be."""
-    if device.type != "cuda":
-        return None
-    with evaluating(flow):
-        z = flow.base.sample(1)  # type: ignore[operator]
-        with torch.no_grad():
-            replay = captured(lambda: flow.bijection.approx_inverse(z), device)
-    if replay is None:
-        return None
-
-    def run() -> None:
-        z.normal_()
-        replay.run()
-        synchronize(device)
-
-    return Work(run)
+    """A sample by a graph, and the wait for it; None where that cannot be."""
+    sampler = Sampler(flow)
+    with suppress(ValueError):  # what is wrong with a sample is told of the plain one
+        for _ in range(2 if device.type == "cuda" else 0):
+            sampler()
+    return Work(sampler) if sampler.captured else None
 
 
 def _take_peak(each: Measured, device: torch.device) -> None:

@@ -32,17 +32,22 @@ def fits(x: Tensor, *kernels: Tensor) -> bool:
     return small and all(kernel.numel() <= 16384 and kernel.shape[2] * kernel.shape[3] <= 49 for kernel in kernels)
 
 
-def tiling(x: Tensor, pixels: int = 256) -> dict[str, Any]:
-    """Tile sizes for images like x, as the kernels take them; at most so many pixels, if there are several channels."""
+def tiling(x: Tensor, pixels: int = 256, taps: int = 9) -> dict[str, Any]:
+    """Tile sizes for images like x and kernels of so many taps; at most so many pixels, if there are several channels."""
     channels, size = x.shape[1], x.shape[2] * x.shape[3]
     if channels == 1:
         block = min(triton.next_power_of_2(size), 1024)
         return {"PIXELS": block, "OUT": 1, "WIDTH": 1, "DEPTH": 1, "num_warps": max(1, min(8, block // 128)), "num_stages": 1}
     block = min(max(triton.next_power_of_2(size), 16), pixels)
     width = triton.next_power_of_2(channels)
-    depth = max(16 if block > 128 else 32, width)
+    depth = depth_for(width, taps)
     warps = 8 if block * depth >= 4096 or width >= 16 else 4
     return {"PIXELS": block, "OUT": max(16, width), "WIDTH": width, "DEPTH": depth, "num_warps": warps, "num_stages": 1}
+
+
+def depth_for(width: int, taps: int) -> int:
+    """How much of k a product takes: what is beyond the last tap costs less than another round through shared memory."""
+    return max(16, width, min(64, triton.next_power_of_2(width * taps)))
 
 
 def shape_of(x: Tensor) -> dict[str, Any]:
@@ -67,7 +72,7 @@ def selfnorm_conv_forward(x: Tensor, w: Tensor, r: Tensor, bias: Tensor | None) 
     _selfnorm_forward[(x.shape[0],)](
         x, w, r, bias, out, z, error, log_det, squares,
         KH=w.shape[2], KW=w.shape[3], RH=r.shape[2], RW=r.shape[3],
-        **shape_of(x), **tiling(x),
+        **shape_of(x), **tiling(x, taps=_most_taps(w, r)),
     )  # fmt: skip
     return out, z, error, log_det, squares
 
@@ -90,7 +95,7 @@ def selfnorm_conv_backward(
     The first has two programs for a tile of pixels, one for w's gradient and one for r's, and keeps g_w and g_r to itself.
     """
     x, w, r, grad_z = x.contiguous(), w.contiguous(), r.contiguous(), grad_z.contiguous()
-    tiles = tiling(x, pixels=64)
+    tiles = tiling(x, 64, _most_taps(w, r))
     rows = x.shape[0] * triton.cdiv(x.shape[2] * x.shape[3], tiles["PIXELS"])
     partial = x.new_empty(rows, w.numel() + r.numel() + x.shape[1])
     grad_x, grad_w, grad_r, grad_b = torch.empty_like(x), torch.empty_like(w), torch.empty_like(r), x.new_empty(x.shape[1])
@@ -104,6 +109,10 @@ def selfnorm_conv_backward(
         partial, w, r, grad_log_det.contiguous(), grad_w, grad_r, grad_b, x.shape[0], rows, **sides, **shape, **summing(rows)
     )  # fmt: skip
     return grad_x, grad_w, grad_r, grad_b
+
+
+def _most_taps(*kernels: Tensor) -> int:
+    return max(kernel.shape[2] * kernel.shape[3] for kernel in kernels)
 
 
 @triton.jit

@@ -33,7 +33,7 @@ def series_forward(x: Tensor, kernel: Tensor, bias: Tensor | None, terms: int) -
     z, log_det = torch.empty_like(x), x.new_empty(x.shape[0])
     kept = x.new_empty(terms - 1, *x.shape)
     _series_forward[(x.shape[0],)](
-        x, kernel, bias, z, kept, log_det, x.numel(), TERMS=terms, **_sides(kernel), **shape_of(x), **tiling(x)
+        x, kernel, bias, z, kept, log_det, x.numel(), TERMS=terms, **_sides(kernel), **shape_of(x), **_tiles(x, kernel)
     )  # fmt: skip
     return z, log_det, kept
 
@@ -46,7 +46,7 @@ def series_backward(
     sides, shape = _sides(kernel), shape_of(x)
     grad_x, grad_k, grad_b = torch.empty_like(x), torch.empty_like(kernel), x.new_empty(x.shape[1])
     scaled = x.new_empty(terms - 1, *x.shape)  # s_1 … s_{terms−1}
-    _series_backward[(x.shape[0],)](kernel, grad_z, grad_x, scaled, x.numel(), TERMS=terms, **sides, **shape, **tiling(x))
+    _series_backward[(x.shape[0],)](kernel, grad_z, grad_x, scaled, x.numel(), TERMS=terms, **sides, **shape, **_tiles(x, kernel))
     tiles = plainconv.tiling(x, kernel)
     pixels = x.shape[0] * x.shape[2] * x.shape[3]
     each, rows = shared_out(pixels, tiles)
@@ -60,6 +60,10 @@ def series_backward(
         partial, grad_log_det.contiguous(), grad_k, grad_b, rows, x.shape[0], **sides, **shape, **summing(rows, x.shape[0])
     )
     return grad_x, grad_k, grad_b
+
+
+def _tiles(x: Tensor, kernel: Tensor) -> dict[str, Any]:
+    return tiling(x, taps=kernel.shape[2] * kernel.shape[3])
 
 
 def _sides(kernel: Tensor) -> dict[str, Any]:

@@ -3,13 +3,15 @@
     g_x = flip(w) ⋆ g,    ∂w = Σ_n corr(x, g) + HW·h·s,    ∂b = Σ_n Σ_pixels g,    h = Σ g_log_det
 
 for g arriving at z. Of a log-determinant, s is the gradient at one pixel: 1 / w[c, c, centre] on the diagonal if T(w) is
-triangular, W⁻ᵀ if w is a 1×1 kernel W. Nothing here needs a whole image, so all pixels of a batch are one long row, and a program
-takes a tile or a few of it. Back, there is one program for g_x and one for the rest, which reads x and g once more than a program
-for both would; what it knows of ∂w and ∂b it writes down as a row of its own, and a second kernel adds these rows in their order.
+triangular, W⁻ᵀ if w is a 1×1 kernel W, and whatever the caller says if not. Nothing here needs a whole image, so all pixels of a
+batch are one long row, and a program takes a tile or a few of it. Back, there is one program for g_x and one for the rest, which
+reads g once more than a program for both would; what it knows of ∂w and ∂b it writes down as a row of its own, and a second
+kernel adds these rows in their order.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfnorm.kernels.conv import column_sums, convolved, patches, places_in_kernel, shape_of, total_of
+from selfnorm.kernels.conv import column_sums, convolved, depth_for, patches, places_in_kernel, shape_of, total_of
 
 MOST_ROWS = 512  # of partial sums: more would take longer to add than the tiles take
 
@@ -25,7 +27,7 @@ MOST_ROWS = 512  # of partial sums: more would take longer to add than the tiles
 def fits(x: Tensor, kernel: Tensor) -> bool:
     """Whether a kernel (C, C, kh, kw) and images (N, C, H, W) are so small that a library's convolution is the slower one."""
     channels, taps = x.shape[1], kernel.shape[2] * kernel.shape[3]
-    return channels <= (64 if taps == 1 else 32) and taps <= 49 and kernel.numel() <= 16384 and x[0].numel() <= 4096
+    return channels <= (64 if taps == 1 else 32) and taps <= 49 and kernel.numel() <= 16384 and math.prod(x.shape[1:]) <= 4096
 
 
 def plain_forward(
@@ -58,8 +60,8 @@ def plain_backward(
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """The gradients for x, the kernel and the bias (C,), in two kernels: the first reads g twice and x once, and writes g_x.
 
-    grad_log_det (N,) is what arrives at the log-determinant, if there is one: that of a 1×1 kernel with its inverse_transposed
-    (C, C), or else that of a triangular T(w).
+    grad_log_det (N,) is what arrives at the log-determinant, if there is one. inverse_transposed, as many values as the kernel
+    has and in its order, is s; without it T(w) is triangular.
     """
     x, kernel, grad_z, taps = x.contiguous(), kernel.contiguous(), grad_z.contiguous(), _bytes(taps)
     grad_x = torch.empty_like(x) if wants_x else None
@@ -89,7 +91,7 @@ def tiling(x: Tensor, kernel: Tensor) -> dict[str, Any]:
         block = min(triton.next_power_of_2(pixels), 512)
         return {"PIXELS": block, "OUT": 1, "WIDTH": 1, "DEPTH": 1, "num_warps": max(1, block // 128), "num_stages": 1}
     width = triton.next_power_of_2(channels)
-    depth = max(16 if kernel.shape[2] * kernel.shape[3] * width <= 16 else 32, width)
+    depth = depth_for(width, kernel.shape[2] * kernel.shape[3])
     block = 64 if pixels >= 8192 else 32
     return {"PIXELS": block, "OUT": max(16, width), "WIDTH": width, "DEPTH": depth, "num_warps": 4, "num_stages": 1}
 

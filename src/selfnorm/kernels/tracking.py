@@ -8,25 +8,19 @@ Newton–Schulz, R ← R + (I − RW)R, is two products with a pass after each:
 Each program of the second pass adds up all partial sums by itself, in a fixed order: there are a few hundred. If W = T(w) is a
 convolution, a row of RW is flip(w) ⋆ (that row of R, seen as an image), so product and first pass are one kernel.
 
-The convolution itself, z = w ⋆ x + b, has log|det T(w)|'s gradient with R for T(w)⁻¹: for each tap (o, i, k, l) the sum of Rᵀ's
-entries that stand where T(w) holds this tap,
-
-    ∂w[o, i, k, l] = Σ_n corr(x, g_z)[o, i, k, l] + Σ g_log_det · Σ_p R[(i, p + offset of (k, l)), (o, p)]
-
-over the pixels p that read a pixel through it. One kernel there and two back; what programs know of sums over images they write
-down side by side, to be added in their order. Float32; images and kernels as `conv.fits` says.
+The gradient of log|det T(w)|, with R for T(w)⁻¹, is for each tap (o, i, k, l) the sum of Rᵀ's entries that stand where T(w)
+holds it, those at R[(i, p + offset of (k, l)), (o, p)] over the pixels p that read a pixel through it: `tap_means`. It reads
+these H·W·C²·kh·kw numbers alone, and asks nothing of the way back. Float32; images and kernels as `conv.fits` says.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfnorm.kernels.conv import column_sums, convolved, correlate, shape_of, tiling, total_of
+from selfnorm.kernels.conv import convolved, shape_of, tiling
 from selfnorm.kernels.dispatch import allows_tf32
 
 PROGRAMS = 256  # for a pass over a matrix: enough to keep a large card busy, few enough to add up what each has found
@@ -67,39 +61,18 @@ def follow(R: Tensor, error: Tensor, squares: Tensor, residual: Tensor, limit: f
     _follow_kernel[(programs,)](R, change, squares, residual, limit, R.numel(), sums, SUMS=triton.next_power_of_2(sums), **tiles)
 
 
-def convolution(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """w ⋆ x + b (N, C, H, W), and zeros (N,): one kernel."""
-    x, w = x.contiguous(), w.contiguous()
-    z, zeros = torch.empty_like(x), x.new_empty(x.shape[0])
-    _convolution_kernel[(x.shape[0],)](x, w, bias, z, zeros, KH=w.shape[2], KW=w.shape[3], **shape_of(x), **tiling(x))
-    return z, zeros
+def tap_means(R: Tensor, w: Tensor, size: tuple[int, int], out: Tensor, zeros: Tensor) -> None:
+    """∂log|det T(w)|/∂w / HW into `out` (like w), for images of this size, and 0 into all of `zeros` (N,): one kernel.
 
-
-def convolution_backward(
-    x: Tensor, w: Tensor, R: Tensor, grad_z: Tensor, grad_log_det: Tensor, towards_x: bool = True
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """The gradients for x, if it is wanted, w, and the bias (C,), by the formulas above, in two kernels.
-
-    R: the inverse of T(w) (D, D), or of a 1×1 kernel's matrix (C, C), whose H·W copies T(w) then is.
+    R: the inverse of T(w) (D, D), or of a 1×1 kernel's matrix (C, C), whose HW copies T(w) then is.
     """
-    x, w, R, grad_z = x.contiguous(), w.contiguous(), R.contiguous(), grad_z.contiguous()
-    channels, pixels = x.shape[1], x.shape[2] * x.shape[3]
-    tiles, shape = tiling(x, pixels=64), shape_of(x)
-    rows = x.shape[0] * triton.cdiv(pixels, tiles["PIXELS"])
-    partial = x.new_empty(rows, w.numel() + channels)
-    grad_x = torch.empty_like(x) if towards_x else None
-    grad_w, grad_b = torch.empty_like(w), x.new_empty(channels)
-    sides: dict[str, Any] = {"KH": w.shape[2], "KW": w.shape[3]}
-    _convolution_backward_kernel[(rows, 2 if towards_x else 1)](x, w, grad_z, grad_x, partial, **sides, **shape, **tiles)
-    del shape["PRECISION"]
+    channels, pixels = w.shape[1], size[0] * size[1]
     # With few taps there are but a few programs, each with long sums; with many, a program takes some beside each other.
-    columns = 1 if partial.shape[1] <= 512 else 8
-    block, reach = (min(triton.next_power_of_2(n), 1024 // columns) for n in (rows, pixels))
-    _convolution_finish_kernel[(triton.cdiv(partial.shape[1], columns),)](
-        partial, R, grad_log_det.contiguous(), grad_w, grad_b, x.shape[0], rows, sides != {"KH": 1, "KW": 1}, **sides, **shape,
-        ROWS=block, STEPS=triton.next_power_of_2(triton.cdiv(rows, block)), PIXELS=reach, COLUMNS=columns, num_warps=4,
+    columns = 1 if w.numel() <= 512 else 8
+    _tap_means_kernel[(triton.cdiv(w.numel(), columns),)](
+        R.contiguous(), out, zeros, zeros.numel(), C=channels, H=size[0], W=size[1], KH=w.shape[2], KW=w.shape[3],
+        PIXELS=min(triton.next_power_of_2(pixels), 1024 // columns), COLUMNS=columns, num_warps=4,
     )  # fmt: skip
-    return grad_x, grad_w, grad_b
 
 
 def _passes(numel: int) -> tuple[int, dict[str, int]]:
@@ -126,16 +99,19 @@ def _error_kernel(matrix, squares, numel, rows, BLOCK: tl.constexpr, STEPS: tl.c
 def _follow_kernel(
     R, change, squares, residual, limit, numel, sums, SUMS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr
 ):
+    at = tl.program_id(0) * (STEPS * BLOCK) + tl.arange(0, BLOCK)
+    # Asked for before the sum is known, so as not to wait for the one after the other.
+    moved = tl.load(R + at, mask=at < numel, other=0.0) + tl.load(change + at, mask=at < numel, other=0.0)
     places = tl.arange(0, SUMS)
     norm = tl.sqrt_rn(tl.sum(tl.load(squares + places, mask=places < sums, other=0.0), axis=0))
     if tl.program_id(0) == 0:
         tl.store(residual, norm)
     if norm < limit:
-        for step in range(STEPS):
-            at = (tl.program_id(0) * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
-            inside = at < numel
-            moved = tl.load(R + at, mask=inside, other=0.0) + tl.load(change + at, mask=inside, other=0.0)
-            tl.store(R + at, moved, mask=inside)
+        tl.store(R + at, moved, mask=at < numel)
+        for _ in range(1, STEPS):
+            at += BLOCK
+            moved = tl.load(R + at, mask=at < numel, other=0.0) + tl.load(change + at, mask=at < numel, other=0.0)
+            tl.store(R + at, moved, mask=at < numel)
 
 
 @triton.jit
@@ -161,63 +137,16 @@ def _convolution_error_kernel(
 
 
 @triton.jit
-def _convolution_kernel(
-    x, kernel, bias, z, zeros,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
-    PIXELS: tl.constexpr, OUT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+def _tap_means_kernel(
+    R, means, zeros, examples, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    PIXELS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """An image for each program."""
-    n = tl.program_id(0)
-    image = n.to(tl.int64) * (C * H * W)
-    out = tl.arange(0, OUT)
-    for start in range(0, H * W, PIXELS):
-        pixel = start + tl.arange(0, PIXELS)
-        there = (out < C)[:, None] & (pixel < H * W)[None, :]
-        places = image + (out * (H * W))[:, None] + pixel[None, :]
-        result = convolved(x + image, kernel, None, pixel, out, C, H, W, KH, KW, PIXELS, OUT, WIDTH, DEPTH, False, PRECISION)
-        if bias is not None:
-            result += tl.load(bias + out, mask=out < C, other=0.0)[:, None]
-        tl.store(z + places, result, mask=there)
-    tl.store(zeros + n, 0.0)
-
-
-@triton.jit
-def _convolution_backward_kernel(
-    x, kernel, grad_z, grad_x, partial,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
-    PIXELS: tl.constexpr, OUT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Two programs for some pixels of an image: one for what they mean for w and the bias, one for what arrives at x there."""
-    BLOCKS: tl.constexpr = (H * W + PIXELS - 1) // PIXELS
-    image = (tl.program_id(0) // BLOCKS).to(tl.int64) * (C * H * W)
-    out = tl.arange(0, OUT)
-    pixel = tl.program_id(0) % BLOCKS * PIXELS + tl.arange(0, PIXELS)
-    there = (out < C)[:, None] & (pixel < H * W)[None, :]
-    places = image + (out * (H * W))[:, None] + pixel[None, :]
-    if tl.program_id(1) == 0:
-        row = partial + tl.program_id(0).to(tl.int64) * (C * C * KH * KW + C)
-        grad = tl.load(grad_z + places, mask=there, other=0.0)
-        correlate(x + image, grad, row, pixel, out, C, H, W, KH, KW, WIDTH, DEPTH, PRECISION)
-        tl.store(row + C * C * KH * KW + out, tl.sum(grad, axis=1), mask=out < C)
-    elif grad_x is not None:
-        result = convolved(grad_z + image, kernel, None, pixel, out, C, H, W, KH, KW, PIXELS, OUT, WIDTH, DEPTH, True, PRECISION)
-        tl.store(grad_x + places, result, mask=there)
-
-
-@triton.jit
-def _convolution_finish_kernel(
-    partial, R, grad_log_det, grad_w, grad_b, examples, rows, WHOLE: tl.constexpr,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
-    ROWS: tl.constexpr, STEPS: tl.constexpr, PIXELS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Some columns: w's entries, then the bias's. The programs' sums, and for w those of R's entries, times Σ grad_log_det."""
+    """Some of w's entries for each program."""
     TAPS: tl.constexpr = KH * KW
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    of_w = column < C * C * TAPS
-    total = column_sums(partial, column, C * C * TAPS + C, rows, ROWS, STEPS, COLUMNS)
-    scale = total_of(grad_log_det, examples, ROWS, STEPS)
+    there = column < C * C * TAPS
     o, i, tap = column // (C * TAPS), column // TAPS % C, column % TAPS
-    if WHOLE:
+    if TAPS > 1:
         down, right = tap // KW - KH // 2, tap % KW - KW // 2
         # From row (i, p + offset), column (o, p); with p both move by one.
         first = (i * (H * W) + down * W + right) * (C * H * W) + o * (H * W)
@@ -225,10 +154,13 @@ def _convolution_finish_kernel(
         for start in range(0, H * W, PIXELS):
             pixel = start + tl.arange(0, PIXELS)
             row, place = (pixel // W)[:, None] + down[None, :], (pixel % W)[:, None] + right[None, :]
-            inside = (pixel < H * W)[:, None] & of_w[None, :] & (row >= 0) & (row < H) & (place >= 0) & (place < W)
+            inside = (pixel < H * W)[:, None] & there[None, :] & (row >= 0) & (row < H) & (place >= 0) & (place < W)
             found += tl.load(R + first[None, :] + (pixel * (C * H * W + 1))[:, None], mask=inside, other=0.0)
-        term = tl.sum(found, axis=0)
+        mean = tl.sum(found, axis=0) / (H * W)
     else:
-        term = H * W * tl.load(R + i * C + o, mask=of_w, other=0.0)
-    tl.store(grad_w + column, total + scale * term, mask=of_w)
-    tl.store(grad_b + column - C * C * TAPS, total, mask=(column >= C * C * TAPS) & (column < C * C * TAPS + C))
+        mean = tl.load(R + i * C + o, mask=there, other=0.0)
+    tl.store(means + column, mean, mask=there)
+    if tl.program_id(0) == 0:
+        for start in range(0, examples, 128):
+            n = start + tl.arange(0, 128)
+            tl.store(zeros + n, tl.zeros((128,), tl.float32), mask=n < examples)

@@ -66,6 +66,14 @@ class SmoothLeakyReLU(Bijection):
         x = x - (self._value(x) - z) / self._slope(x)
         return x, -sum_event(self._slope(x).log())
 
+    def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
+        expect_batch(self, z)
+        if torch.is_grad_enabled() or not usable(z):
+            return super().approx_inverse(z, context=context)
+        from selfnorm.kernels.activation import leaky_inverse
+
+        return leaky_inverse(_dense(z), self.alpha, self._iterations + 1)
+
     def _value(self, x: Tensor) -> Tensor:
         # softplus switches to the identity above its threshold; the default of 20 would cost 2e-9.
         return self.alpha * x + (1 - self.alpha) * F.softplus(x, threshold=40)

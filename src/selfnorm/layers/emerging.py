@@ -14,11 +14,9 @@ from selfnorm.checks import count, describe, expect_like, expect_shape
 from selfnorm.convmatrix import Geometry, conv_matrix, convolve, dirac, flip, kernel_gradient
 from selfnorm.inverses import SingularWeightError, widen
 from selfnorm.layers.exact import Conv1x1
-from selfnorm.layers.exponential import FusedSeries
-from selfnorm.layers.linear import in_full_precision, odd_kernel
+from selfnorm.layers.linear import PLAIN, FusedConv, in_full_precision, odd_kernel
 
 Mask = Literal["quadrant", "raster"]
-PLAIN = Geometry()
 # Images whose rows hold at most so many values, C·W, are solved for by rows, others by fronts. On one CPU core rows take 0.35
 # to 1 of the fronts' time up to there (1.3 for 1×64×64 at batch 100), and 1.1 to 1.6 of it at batch 100 from 96 values on.
 ROW = 64
@@ -95,8 +93,8 @@ class AutoregressiveConv2d(Bijection):
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
         self._check_input(x)
         nothing = x.new_zeros(x.shape[0], 0)
-        if FusedSeries.takes(x, self.weight, self.bias):
-            z, log_det = FusedSeries.apply(x, self.weight, self.bias, 0, self.taps)
+        if FusedConv.takes(x, self.weight, self.bias):
+            z, log_det = FusedConv.apply(x, self.weight, self.bias, "triangular", self.taps)
             return Surrogate(z, log_det, nothing)
         return Surrogate(self._apply_weight(x), _log_abs_det(self._diagonal(), x), nothing)
 

@@ -7,7 +7,15 @@ from typing import Any
 from torch import Tensor
 
 from selfnorm.bijection import Surrogate
-from selfnorm.layers.linear import ConvMap, DenseMap, LinearMap, drop_kept_inverse, in_full_precision, training_log_det
+from selfnorm.layers.linear import (
+    ConvMap,
+    DenseMap,
+    FusedConv,
+    LinearMap,
+    drop_kept_inverse,
+    in_full_precision,
+    training_log_det,
+)
 from selfnorm.streams import beside
 
 
@@ -18,10 +26,10 @@ class _ExactTraining(LinearMap):
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
         self.check_input(x)
         form = self.form(x)
+        weight = self.weight.view_as(self.weight)  # the branch's use is not the first, so gradients meet on the main line
         with beside():  # nobody needs it before the end
-            log_det = training_log_det(self.weight, form).repeat(x.shape[0])
-        z = self.apply_weight(x) + self.broadcast_bias()
-        return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
+            log_det = training_log_det(weight, form).repeat(x.shape[0])
+        return Surrogate(self.training_weight(x, weight), log_det, x.new_zeros(x.shape[0], 0))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         drop_kept_inverse(state_dict, prefix)
@@ -42,7 +50,19 @@ class ExactLinear(_ExactTraining, DenseMap):
     """
 
 
-class ExactConv2d(_ExactTraining, ConvMap):
+class _ExactConv(_ExactTraining, ConvMap):
+    """The convolutions among them. Abstract."""
+
+    @in_full_precision
+    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+        self.check_input(x)
+        if self.kernel_size != (1, 1) or not FusedConv.takes(x, self.weight, self.bias, self.geometry):
+            return super().surrogate(x, context=context)
+        z, log_det = FusedConv.apply(x, self.weight, self.bias, "mixing")
+        return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
+
+
+class ExactConv2d(_ExactConv):
     """z = w ⋆ x + b, a same-size convolution by any invertible kernel; trained by the exact gradient.
 
     A step factorises T(w): O((C/groups·HW)³) for a zero-padded k×k kernel, O(HW·C³) by Fourier transform for a circular one,
@@ -58,7 +78,7 @@ class ExactConv2d(_ExactTraining, ConvMap):
     """
 
 
-class Conv1x1(_ExactTraining, ConvMap):
+class Conv1x1(_ExactConv):
     """z = Wx + b at every pixel, W any invertible C × C matrix, started as a random rotation (Kingma & Dhariwal, 2018).
 
     Parameters: weight (C, C, 1, 1), bias (C,): those of `ExactConv2d(channels, 1)`.

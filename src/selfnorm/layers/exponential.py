@@ -65,9 +65,9 @@ class ConvExponential(Bijection):
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
         self._check_input(x)
         nothing = x.new_zeros(x.shape[0], 0)
-        if FusedSeries.takes(x, self.weight, self.bias):
+        if _FusedSeries.takes(x, self.weight, self.bias):
             k = self._held_kernel(x)
-            z, log_det = FusedSeries.apply(x, k, self.bias, TRAINING_TERMS, None)
+            z, log_det = _FusedSeries.apply(x, k, self.bias, TRAINING_TERMS)
             return Surrogate(z, log_det, nothing)
         k = self._kernel_for(x)
         z = _exponential(x, k, TRAINING_TERMS) + self.bias[:, None, None]
@@ -106,14 +106,12 @@ class ExpConv2d(Chain):
             super().__init__(*([Conv1x1(channels)] if mix else []), ConvExponential(channels, kernel_size))
 
 
-class FusedSeries(torch.autograd.Function):
-    """x (N, C, H, W), k, b or None -> Σ_{i ≤ terms} T(k)ⁱx / i! + b, log-determinant (N,), by kernels for small images.
-
-    With terms = 0 it is k ⋆ x + b with a triangular T(k), of which only the `taps` count. One kernel there, three back.
-    """
+class _FusedSeries(torch.autograd.Function):
+    """x (N, C, H, W), k, b -> Σ_{i ≤ terms} T(k)ⁱx / i! + b, log-determinant (N,), by kernels: one there, three back."""
 
     @staticmethod
-    def takes(x: Tensor, k: Tensor, b: Tensor | None) -> bool:
+    def takes(x: Tensor, k: Tensor, b: Tensor) -> bool:
+        """Whether kernels can do it: for small images."""
         if not usable(x, k, b):
             return False
         from selfnorm.kernels.conv import fits
@@ -121,23 +119,22 @@ class FusedSeries(torch.autograd.Function):
         return fits(x, k)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, k: Tensor, b: Tensor | None, terms: int, taps: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, k: Tensor, b: Tensor, terms: int) -> tuple[Tensor, Tensor]:
         from selfnorm.kernels.convseries import series_forward
 
-        z, log_det, kept = series_forward(x, k, b, terms, taps)
-        ctx.save_for_backward(x, k, kept, taps)
-        ctx.terms, ctx.has_bias = terms, b is not None
+        z, log_det, kept = series_forward(x, k, b, terms)
+        ctx.save_for_backward(x, k, kept)
+        ctx.terms = terms
         return z, log_det
 
     @staticmethod
     @backward_in_full_precision
-    def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         refuse_second_derivative()
         from selfnorm.kernels.convseries import series_backward
 
-        x, k, kept, taps = ctx.saved_tensors
-        grad_x, grad_k, grad_b = series_backward(x, k, kept, grad_z, grad_log_det, ctx.terms, taps)
-        return grad_x, grad_k, grad_b if ctx.has_bias else None, None, None
+        x, k, kept = ctx.saved_tensors
+        return *series_backward(x, k, kept, grad_z, grad_log_det, ctx.terms), None
 
 
 class _HeldKernel(torch.autograd.Function):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,11 @@ from selfnorm.checks import count, describe, expect_like, expect_shape, pair
 from selfnorm.convmatrix import Geometry, PaddingMode, convolve, dirac
 from selfnorm.inverses import AmortisedLogDet, ExactFactors, FactoredSolve, widen
 from selfnorm.kernels.dispatch import usable
+from selfnorm.streams import beside
 
 SMALL_BLOCK = 64  # rows of a matrix that a kernel can factorise
+PLAIN = Geometry()
+Volume = Literal["triangular", "mixing"]
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -84,13 +87,17 @@ class LinearMap(Bijection):
         """How W falls into blocks for examples of x's shape."""
         raise NotImplementedError
 
-    def apply_weight(self, x: Tensor) -> Tensor:
-        """Wx, without the bias."""
+    def apply_weight(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Wx, without the bias; or another weight's in W's place."""
         raise NotImplementedError
 
     def broadcast_bias(self) -> Tensor | float:
         """The bias, shaped to be added to a batch; 0 without one."""
         raise NotImplementedError
+
+    def training_weight(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Wx + b for training, by a kernel where one fits, so that it may have no second derivative."""
+        return self.apply_weight(x, weight) + self.broadcast_bias()
 
     def check_input(self, x: Tensor) -> None:
         self.check_shape(x)
@@ -173,8 +180,8 @@ class DenseMap(LinearMap):
     def form(self, x: Tensor) -> BlockForm:
         return Dense()
 
-    def apply_weight(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+    def apply_weight(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        return F.linear(x, self.weight if weight is None else weight)
 
     def broadcast_bias(self) -> Tensor | float:
         return 0.0 if self.bias is None else self.bias
@@ -239,11 +246,68 @@ class ConvMap(LinearMap):
             return PerPixel(size, self.geometry.groups)
         return (Circular if self.geometry.padding_mode == "circular" else ZeroPadded)(size, self.geometry)
 
-    def apply_weight(self, x: Tensor) -> Tensor:
-        return convolve(x, self.weight, self.geometry)
+    def apply_weight(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        return convolve(x, self.weight if weight is None else weight, self.geometry)
+
+    def training_weight(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        if FusedConv.takes(x, self.weight, self.bias, self.geometry):
+            return FusedConv.apply(x, self.weight if weight is None else weight, self.bias)[0]
+        return super().training_weight(x, weight)
 
     def broadcast_bias(self) -> Tensor | float:
         return 0.0 if self.bias is None else self.bias[:, None, None]
+
+
+class FusedConv(torch.autograd.Function):
+    """x (N, C, H, W), w, b or None -> w ⋆ x + b, and log|det T(w)| (N,) or None, by kernels: one there, two back.
+
+    volume:  what to know of the log-determinant: None, nothing; "triangular", that T(w) is so; "mixing", that w is a 1×1 kernel.
+             The last takes one kernel more, beside the others.
+    taps:    which entries of w count (bool, like w), or None for all.
+    """
+
+    @staticmethod
+    def takes(x: Tensor, w: Tensor, b: Tensor | None, geometry: Geometry = PLAIN) -> bool:
+        """Whether kernels can and should do it: small images, and the plain kind of convolution."""
+        if not (geometry == PLAIN or (geometry.groups == 1 and w.shape[2:] == (1, 1))) or not usable(x, w, b):
+            return False
+        from selfnorm.kernels.plainconv import fits
+
+        return fits(x, w)
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, volume: Volume | None = None, taps: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        from selfnorm.kernels.plainconv import plain_forward
+
+        log_det: Tensor | None
+        inverse_transposed: Tensor | None = None
+        if volume == "mixing":
+            from selfnorm.kernels.smalldet import repeated_slogdet
+
+            with beside():  # nobody needs it before the end
+                log_det, inverse_transposed = repeated_slogdet(w.flatten(1), x.shape[2] * x.shape[3], x.shape[0])
+            z, _ = plain_forward(x, w, b, taps)
+        else:
+            z, log_det = plain_forward(x, w, b, taps, volume == "triangular")
+        ctx.save_for_backward(x, w, taps, inverse_transposed)
+        ctx.has_bias, ctx.has_volume = b is not None, volume is not None
+        return z, log_det
+
+    @staticmethod
+    @backward_in_full_precision
+    def backward(
+        ctx: Any, grad_z: Tensor, grad_log_det: Tensor | None
+    ) -> tuple[Tensor | None, Tensor, Tensor | None, None, None]:
+        refuse_second_derivative()
+        from selfnorm.kernels.plainconv import plain_backward
+
+        x, w, taps, inverse_transposed = ctx.saved_tensors
+        grad_x, grad_w, grad_b = plain_backward(
+            x, w, grad_z, taps, grad_log_det if ctx.has_volume else None, inverse_transposed, ctx.needs_input_grad[0]
+        )
+        return grad_x, grad_w, grad_b if ctx.has_bias else None, None, None
 
 
 def odd_kernel(who: str, name: str, kernel_size: int | Sequence[int]) -> tuple[int, int]:

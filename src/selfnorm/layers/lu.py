@@ -49,33 +49,34 @@ class LULinear(Bijection):
     @property
     def weight(self) -> Tensor:
         """W = PLU (D, D)."""
-        lower, upper = self._triangles(self.factors)
-        return (lower @ upper)[self.permutation]
+        upper = self.factors.triu(1).diagonal_scatter(self._diagonal(self.factors))
+        return (upper + self.factors.tril(-1) @ upper)[self.permutation]
 
     @in_full_precision
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self._check_input(x)
-        lower, upper = self._triangles(self.factors)
-        z = (x @ upper.mT @ lower.mT)[:, self.permutation]
+        half = torch.addmm(x * self._diagonal(self.factors), x, self.factors.triu(1).mT)  # Ux
+        z = torch.addmm(half, half, self.factors.tril(-1).mT)[:, self.permutation]
         return z if self.bias is None else z + self.bias, self._log_det(x)
 
     @in_full_precision
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """By two triangular solves, in float64."""
         self._check_input(z)
-        lower, upper = self._triangles(widen(self.factors))
+        packed = widen(self.factors)
         shifted = widen(z if self.bias is None else z - self.bias)
         back = shifted[:, self.permutation.argsort().to(shifted.device)].mT
-        half = torch.linalg.solve_triangular(lower, back, upper=False, unitriangular=True)
+        # A triangular solve reads its own triangle alone.
+        half = torch.linalg.solve_triangular(packed, back, upper=False, unitriangular=True)
+        upper = packed.diagonal_scatter(self._diagonal(packed))
         return torch.linalg.solve_triangular(upper, half, upper=True).mT.to(z), -self._log_det(z)
 
     def _log_det(self, x: Tensor) -> Tensor:
         return widen(self.factors.diagonal()).sum().to(x).repeat(x.shape[0])
 
-    def _triangles(self, factors: Tensor) -> tuple[Tensor, Tensor]:
-        diagonal = self.signs.to(factors) * factors.diagonal().exp()
-        identity = torch.eye(self.features, dtype=factors.dtype, device=factors.device)
-        return factors.tril(-1) + identity, factors.triu(1) + diagonal.diag()
+    def _diagonal(self, factors: Tensor) -> Tensor:
+        """U's, in the precision of the factors."""
+        return self.signs.to(factors) * factors.diagonal().exp()
 
     def _check_input(self, x: Tensor) -> None:
         expect_shape(self, x, self.features)

@@ -28,6 +28,7 @@ from selfnorm.layers.linear import (
     in_full_precision,
     refuse_second_derivative,
 )
+from selfnorm.streams import beside
 
 
 class RelativeLinear(DenseMap):
@@ -80,15 +81,24 @@ class _RelativeLinear(torch.autograd.Function):
 
 
 class _FusedRelativeLinear(torch.autograd.Function):
-    """The same by kernels: 3 products in 2 launches; the last, W's gradient, goes to a collector in factors, if there is one."""
+    """The same by kernels: 3 products in 2 launches; the last, W's gradient, goes to a collector in factors, if there is one.
+
+    Of the bias's gradient, what asks nothing of the way back is made beside the way there.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, W: Tensor, b: Tensor | None, collector: Collector | None) -> tuple[Tensor, Tensor]:
         from selfnorm.kernels.products import affine
+        from selfnorm.kernels.relative import weights
 
-        log_det = x.new_empty(x.shape[0])
+        log_det, u = x.new_empty(2, x.shape[0])  # in one piece: u must live until the branch has written it, as log_det does
         _, z = affine(x, W, b, zeros=log_det)
-        ctx.save_for_backward(z, W, b)
+        if b is None or not ctx.needs_input_grad[2]:
+            u = None
+        else:
+            with beside():  # nobody needs it before the way back
+                weights(z, b, out=u)
+        ctx.save_for_backward(z, W, b, u)
         ctx.collector, ctx.weight = collector, W
         return z, log_det
 
@@ -97,10 +107,11 @@ class _FusedRelativeLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         refuse_second_derivative()
         from selfnorm.kernels.products import times
+        from selfnorm.kernels.relative import bias_gradient
 
-        z, W, b = ctx.saved_tensors
+        z, W, b, u = ctx.saved_tensors
         zW, grad_x = times(z, W, grad_z, W) if ctx.needs_input_grad[0] else times(z, W)
-        grad_b = None if b is None else torch.addmv(grad_log_det.sum() * b, grad_z.mT, (z @ b).add_(1))
+        grad_b = None if u is None else bias_gradient(grad_z, u, b, grad_log_det)
         record = SingleRecord(ctx.weight, grad_z, zW, W, False, grad_log_det)
         if ctx.collector is not None and ctx.needs_input_grad[1]:
             ctx.collector.append(record)

@@ -46,6 +46,10 @@ from selfnorm.layers.linear import (
 )
 from selfnorm.streams import beside
 
+# A CPU multiplies across the grain of memory with all its threads, where a transposed copy, which works in tiles, takes one. But
+# in a matrix that is wider, or whose rows lie a multiple of many cache lines apart, caches fail it.
+WIDE = 2048
+
 
 class _LearnedInverse(KeptInverse):
     """Training of W and R together, whatever their shape. Abstract."""
@@ -197,9 +201,17 @@ class _SelfNormLinear(torch.autograd.Function):
         half = grad_log_det.sum() / 2
         grad_error = 2 * grad_reconstruction * error
         grad_x = grad_z @ W
-        grad_W = transposed(R).mul_(half).addmm_(torch.addmm(grad_z, grad_error, R, beta=0.5).mT, x)
-        grad_R = transposed(W).mul_(-half).addmm_((grad_error - grad_x / 2).mT, z)
+        grad_W = _times_transposed(half, R).addmm_(torch.addmm(grad_z, grad_error, R, beta=0.5).mT, x)
+        grad_R = _times_transposed(-half, W).addmm_(grad_error.sub_(grad_x, alpha=0.5).mT, z)
         return grad_x, grad_W, grad_R
+
+
+def _times_transposed(scale: Tensor, matrix: Tensor) -> Tensor:
+    """scale·matrixᵀ, contiguous."""
+    rows = matrix.shape[0]
+    if matrix.device.type != "cpu" or rows > WIDE or rows % 64 == 0:
+        return transposed(matrix).mul_(scale)
+    return torch.mul(matrix.mT, scale, out=matrix.new_empty(matrix.shape))
 
 
 class _FusedSelfNormLinear(torch.autograd.Function):

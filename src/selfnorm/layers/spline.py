@@ -68,8 +68,7 @@ class SplineActivation(Bijection):
 
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
         expect_shape(self, x, *self.shape)
-        slopes = self.slopes if self.bins > 1 else None
-        if self.bins > MOST_FUSED_BINS or not usable(x, self.widths, self.heights, slopes):
+        if not self._fusable(x):
             return super().surrogate(x, context=context)
         z, log_det = _FusedSpline.apply(x, self.widths, self.heights, self.slopes, self.bound)
         return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
@@ -91,6 +90,18 @@ class SplineActivation(Bijection):
         denominator = mean_slope + bend * t * (1 - t)
         log_slope = _log_slope(t, mean_slope, slope, next_slope, denominator)
         return torch.where(inside, left + width * t, z), -sum_event(torch.where(inside, log_slope, 0))
+
+    def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
+        expect_shape(self, z, *self.shape)
+        if torch.is_grad_enabled() or not self._fusable(z):
+            return super().approx_inverse(z, context=context)
+        from selfnorm.kernels.spline import spline_inverse
+
+        return spline_inverse(*_flat(z, self.widths, self.heights, self.slopes), self.bound, SMALLEST).view(z.shape)
+
+    def _fusable(self, x: Tensor) -> bool:
+        slopes = self.slopes if self.bins > 1 else None
+        return self.bins <= MOST_FUSED_BINS and usable(x, self.widths, self.heights, slopes)
 
     def _knots(self) -> tuple[Tensor, Tensor, Tensor]:
         """The knots in x and in z and the slopes there, each (*shape, bins + 1)."""

@@ -1,9 +1,12 @@
 """Layers whose inverse R is kept up with W by linear algebra instead of being learned.
 
-After each optimiser step W has moved a little, and R follows: by one step of Newton–Schulz, R ← R(2I − WR), which squares the
-error I − WR, or by sketch-and-project, the least change that makes R right on a few random vectors. Training then uses the exact
+After each optimiser step W has moved a little, and R follows: by one step of Newton–Schulz, R ← (2I − RW)R, which squares the
+error I − RW, or by sketch-and-project, the least change that makes R right on a few random vectors. Training then uses the exact
 gradient with R in place of W⁻¹: no λ, no reconstruction, no half of the gradient. An error that has left the region in which its
 tracker converges is met by a fresh factorisation, and counted.
+
+R(2I − WR) is the same matrix, and I − WR has the same eigenvalues, if not the same norm. RW is the handier one: its rows are R's,
+and if W is a convolution then each is an image that lies in memory as it should.
 """
 
 from __future__ import annotations
@@ -20,12 +23,20 @@ from torch import Tensor
 from selfnorm.bijection import Surrogate
 from selfnorm.blocks import Dense
 from selfnorm.checks import count, describe, expect_shape, pair
-from selfnorm.convmatrix import tap_sums
+from selfnorm.convmatrix import convolve, flip, tap_sums
 from selfnorm.factored import Collector, SingleRecord, collector_for
 from selfnorm.inverses import invert, sketch_and_project, transposed, widen
 from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.kept import KeptInverse
-from selfnorm.layers.linear import ConvMap, DenseMap, backward_in_full_precision, in_full_precision, refuse_second_derivative
+from selfnorm.layers.linear import (
+    ConvMap,
+    DenseMap,
+    FusedConv,
+    backward_in_full_precision,
+    in_full_precision,
+    refuse_second_derivative,
+)
+from selfnorm.streams import beside, join
 
 Tracker = Literal["newton-schulz", "sketch"]
 LARGEST = 4096  # rows of a T(w) whose inverse is kept dense: 64 MiB in float32
@@ -34,7 +45,7 @@ LARGEST = 4096  # rows of a T(w) whose inverse is kept dense: 64 MiB in float32
 class _Tracked(KeptInverse):
     """What tracking is, whatever the shape of W: R is the dense inverse (m, m) of the one block that W is made of. Abstract.
 
-    Buffers: weight_inv (m, m); fallbacks, how often R had to be factorised anew; residual, ‖I − WR‖_F as the last
+    Buffers: weight_inv (m, m); fallbacks, how often R had to be factorised anew; residual, ‖I − RW‖_F as the last
     `after_step` found it, before R followed (for sketching an estimate), and 0 after a factorisation.
     """
 
@@ -53,7 +64,7 @@ class _Tracked(KeptInverse):
         inverse = self.inverse_of(widen(self.weight.detach())).to(self.weight)
         rows = inverse.shape[0]
         self.rank = min(rows, math.ceil(rows / 8) if rank is None else count(type(self).__name__, "rank", rank))
-        self.register_buffer("weight_inv", inverse)
+        self.register_buffer("weight_inv", inverse.contiguous())  # a solver's result lies in memory column by column
         self.register_buffer("fallbacks", torch.zeros((), dtype=torch.int64))
         self.register_buffer("residual", torch.zeros(()), persistent=False)
 
@@ -64,7 +75,7 @@ class _Tracked(KeptInverse):
 
     @property
     def largest_residual(self) -> float:
-        """The ‖I − WR‖_F from which on R is factorised anew.
+        """The ‖I − RW‖_F from which on R is factorised anew.
 
         Newton–Schulz converges below 1. Sketching converges from anywhere, but an R that is off by a tenth in every direction is
         of no use for a gradient.
@@ -75,8 +86,12 @@ class _Tracked(KeptInverse):
         """W times columns (m, n)."""
         raise NotImplementedError
 
-    def pull_back(self, matrix: Tensor) -> Tensor:
-        """The weight's gradient, given that of W as a matrix (m, m), summed over all its copies."""
+    def multiply_rows(self, rows: Tensor) -> Tensor:
+        """Rows (n, m) times W."""
+        raise NotImplementedError
+
+    def pull_back(self, R: Tensor, scale: Tensor) -> Tensor:
+        """The weight's gradient of scale·log|det W|, if R is its inverse: scale·Rᵀ, summed over all places that hold a weight."""
         raise NotImplementedError
 
     @in_full_precision
@@ -87,10 +102,15 @@ class _Tracked(KeptInverse):
         return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
 
     def after_step(self, *, generator: torch.Generator | None = None) -> None:
-        """Let R follow W, and where it cannot, factorise. Reads the device, at each step: an R that is lost is no gradient."""
+        """Let R follow W, and where it cannot, factorise. Reads the device, at each step: an R that is lost is no gradient.
+
+        In a captured graph it does not look, and may still be at it when it returns: `streams.join` before reading R or residual.
+        """
         with torch.autocast(self.weight.device.type, enabled=False):  # which would round R to half precision
-            self.track(generator=generator)
+            with beside():  # layers need not wait for each other
+                self.track(generator=generator)
             if not (self.weight.is_cuda and torch.cuda.is_current_stream_capturing()):  # who replays the graph has to look
+                join()
                 self.settle()
 
     @torch.no_grad()
@@ -98,10 +118,15 @@ class _Tracked(KeptInverse):
         """Let R follow W, without waiting on the device. Where R is too far off it stays as it is, for `settle` to replace."""
         R = self.weight_inv
         if self.tracker == "newton-schulz":
-            excess = self.multiply(R)
+            if usable(self.weight, R, self.residual) and R.is_contiguous() and R.numel() < 2**30:
+                from selfnorm.kernels.tracking import follow
+
+                follow(R, *self.error(), self.residual, self.largest_residual)
+                return
+            excess = self.multiply_rows(R)
             excess.diagonal().sub_(1)
             residual = torch.linalg.vector_norm(excess)
-            followed = torch.addmm(R, R, excess, alpha=-1)  # R(2I − WR), given WR − I
+            followed = torch.addmm(R, excess, R, alpha=-1)  # (2I − RW)R, given RW − I
         else:
             Q = torch.randn(R.shape[0], self.rank, generator=generator, dtype=R.dtype, device=R.device)
             WQ = self.multiply(Q)
@@ -111,6 +136,12 @@ class _Tracked(KeptInverse):
             followed = sketch_and_project(R, missing, WQ)
         self.residual.copy_(residual)
         torch.where(residual < self.largest_residual, followed, R, out=self.weight_inv)
+
+    def error(self) -> tuple[Tensor, Tensor]:
+        """I − RW and partial sums of its squares, by kernels."""
+        from selfnorm.kernels.tracking import error_of
+
+        return error_of(self.multiply_rows(self.weight_inv))
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -123,7 +154,7 @@ class _Tracked(KeptInverse):
         self.fallbacks += 1
         if int(self.fallbacks) == 1:
             warnings.warn(
-                f"{describe(self)}: ‖I − WR‖ was {residual:.2g} after a step, above {self.largest_residual:.2g}, where "
+                f"{describe(self)}: ‖I − RW‖ was {residual:.2g} after a step, above {self.largest_residual:.2g}, where "
                 f"{self.tracker} does not keep up; R was factorised anew. From now on only counted, in .fallbacks. If it is "
                 "often, the learning rate is too large, or W too ill-conditioned for its precision",
                 RuntimeWarning,
@@ -139,7 +170,7 @@ class _Tracked(KeptInverse):
 
 
 class TrackedLinear(_Tracked, DenseMap):
-    """z = Wx + b, W any D × D matrix, whose inverse R is tracked: the exact gradient up to ‖I − WR‖, without a factorisation.
+    """z = Wx + b, W any D × D matrix, whose inverse R is tracked: the exact gradient up to ‖I − RW‖, without a factorisation.
 
     tracker:  "newton-schulz", 4D³ operations a step in two matrix products, or "sketch", 6τD² with τ = `rank`, D/8 by default.
     Parameters: weight (D, D), bias (D,), those of `ExactLinear`. Buffers: weight_inv (D, D), fallbacks. Call `after_step()` after
@@ -171,8 +202,11 @@ class TrackedLinear(_Tracked, DenseMap):
     def multiply(self, columns: Tensor) -> Tensor:
         return self.weight @ columns
 
-    def pull_back(self, matrix: Tensor) -> Tensor:
-        return matrix
+    def multiply_rows(self, rows: Tensor) -> Tensor:
+        return rows @ self.weight
+
+    def pull_back(self, R: Tensor, scale: Tensor) -> Tensor:
+        return transposed(R).mul_(scale)
 
     def apply_inverse(self, z: Tensor) -> Tensor:
         return z @ self.weight_inv.mT
@@ -224,16 +258,39 @@ class TrackedConv2d(_Tracked, ConvMap):
     def check_shape(self, x: Tensor) -> None:
         expect_shape(self, x, self.channels, *self.size)
 
+    @in_full_precision
+    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+        self.check_input(x)
+        if not usable(x, self.weight, self.weight_inv, self.bias) or not FusedConv.takes(x, self.weight, self.bias):
+            return super().surrogate(x, context=context)
+        z, log_det = _FusedTrackedConv2d.apply(x, self.weight, self.bias, self.weight_inv)
+        return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
+
     def multiply(self, columns: Tensor) -> Tensor:
         if self.kernel_size == (1, 1):
             return self.weight.flatten(1) @ columns
         images = columns.mT.unflatten(1, (self.channels, *self.size))
         return self.apply_weight(images).flatten(1).mT
 
-    def pull_back(self, matrix: Tensor) -> Tensor:
+    def multiply_rows(self, rows: Tensor) -> Tensor:
         if self.kernel_size == (1, 1):
-            return math.prod(self.size) * matrix[:, :, None, None]
-        return tap_sums(matrix[None], self.kernel_size, self.size, self.geometry)
+            return rows @ self.weight.flatten(1)
+        images = rows.unflatten(1, (self.channels, *self.size))
+        return convolve(images, flip(self.weight), self.geometry).flatten(1)
+
+    def error(self) -> tuple[Tensor, Tensor]:
+        from selfnorm.kernels.conv import fits
+        from selfnorm.kernels.tracking import error_of_convolution
+
+        images = self.weight_inv.view(-1, self.channels, *self.size) if self.kernel_size != (1, 1) else None
+        if images is None or not fits(images, self.weight):
+            return super().error()
+        return error_of_convolution(self.weight_inv, self.weight, self.size)
+
+    def pull_back(self, R: Tensor, scale: Tensor) -> Tensor:
+        if self.kernel_size == (1, 1):
+            return (math.prod(self.size) * scale * R.mT)[:, :, None, None]
+        return scale * tap_sums(R.mT[None], self.kernel_size, self.size, self.geometry)
 
     def apply_inverse(self, z: Tensor) -> Tensor:
         if self.kernel_size == (1, 1):
@@ -249,7 +306,7 @@ class _LogDetOfTracked(torch.autograd.Function):
     """weight, R, pull_back, N -> zeros (N,) whose gradient for the weight is that of log|det W|, with R for W⁻¹."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, R: Tensor, pull_back: Callable[[Tensor], Tensor], examples: int) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, R: Tensor, pull_back: Callable[[Tensor, Tensor], Tensor], examples: int) -> Tensor:
         ctx.save_for_backward(R)
         ctx.pull_back = pull_back
         return R.new_zeros(examples)
@@ -259,7 +316,7 @@ class _LogDetOfTracked(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         refuse_second_derivative()
         (R,) = ctx.saved_tensors
-        return ctx.pull_back(transposed(R).mul_(grad.sum())), None, None, None
+        return ctx.pull_back(R, grad.sum()), None, None, None
 
 
 class _FusedTrackedLinear(torch.autograd.Function):
@@ -287,12 +344,45 @@ class _FusedTrackedLinear(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         refuse_second_derivative()
         from selfnorm.kernels.products import times
+        from selfnorm.kernels.relative import bias_gradient
 
         x, W, R = ctx.saved_tensors
         grad_x = times(grad_z, W)[0] if ctx.needs_input_grad[0] else None
-        grad_b = grad_z.sum(0) if ctx.needs_input_grad[2] else None
+        grad_b = bias_gradient(grad_z) if ctx.needs_input_grad[2] else None
         record = SingleRecord(ctx.weight, grad_z, x, R, True, grad_log_det)
         if ctx.collector is not None and ctx.needs_input_grad[1]:
             ctx.collector.append(record)
             return grad_x, None, grad_b, None, None
         return grad_x, record.gradients()[0], grad_b, None, None
+
+
+class _FusedTrackedConv2d(torch.autograd.Function):
+    """x (N, C, H, W), w, b (C,) or None, R -> w ⋆ x + b and the zeros above, by kernels: one for the way there, two back.
+
+    R's share of the gradient is made beside the way there.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, R: Tensor) -> tuple[Tensor, Tensor]:
+        from selfnorm.kernels.plainconv import plain_forward
+        from selfnorm.kernels.tracking import tap_means
+
+        # In one piece, so that what lives as long as log_det is all there when the branch writes to it.
+        log_det, of_log_det = x.new_empty(x.shape[0] + w.numel()).tensor_split([x.shape[0]])
+        of_log_det = of_log_det.view(w.shape)
+        with beside():  # nobody needs either before the end
+            tap_means(R, w, (x.shape[2], x.shape[3]), of_log_det, log_det)
+        ctx.save_for_backward(x, w, of_log_det)
+        return plain_forward(x, w, b)[0], log_det
+
+    @staticmethod
+    @backward_in_full_precision
+    def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None]:
+        refuse_second_derivative()
+        from selfnorm.kernels.plainconv import plain_backward
+
+        x, w, of_log_det = ctx.saved_tensors
+        grad_x, grad_w, grad_b = plain_backward(
+            x, w, grad_z, grad_log_det=grad_log_det, inverse_transposed=of_log_det, wants_x=ctx.needs_input_grad[0]
+        )
+        return grad_x, grad_w, grad_b if ctx.needs_input_grad[2] else None, None
