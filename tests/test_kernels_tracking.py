@@ -166,7 +166,11 @@ def test_the_sums_over_taps(device, kernels, channels, size, sides):
 
 
 @pytest.mark.parametrize("name", ["3x3", "one channel", "5x1", "several tiles", "one pixel"])
-def test_the_error_of_a_convolutions_inverse(device, kernels, name):
+@pytest.mark.parametrize("pixels", [None, 16])
+def test_the_error_of_a_convolutions_inverse(device, kernels, monkeypatch, name, pixels):
+    """Whether a tile takes a whole image or a part of it."""
+    if pixels:
+        monkeypatch.setattr(tracking, "tiling", lambda x, tiling=tracking.tiling: tiling(x) | {"PIXELS": pixels})
     layer, _ = moved(name, device, by=0.3)
     R = torch.randn_like(layer.weight_inv)
     error, squares = error_of_convolution(R, layer.weight, layer.size)

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from selfnorm.kernels.dispatch import input_precision
+from selfnorm.kernels.rounding import uncut
 
 
 def fits(x: Tensor, *kernels: Tensor) -> bool:
@@ -166,7 +167,7 @@ def convolved(
             total += taps * taken
         else:
             total = tl.dot(taps, taken, total, input_precision=PRECISION)
-    return total
+    return total if C == 1 else uncut(total, PRECISION)
 
 
 @triton.jit
@@ -182,7 +183,7 @@ def correlate(
         if C == 1:
             part = tl.sum(taken * grad, axis=1)[:, None]
         else:
-            part = tl.dot(grad, tl.trans(taken), input_precision=PRECISION)
+            part = uncut(tl.dot(grad, tl.trans(taken), input_precision=PRECISION), PRECISION)
         offsets, there = places_in_kernel(k, first, out, C, KH * KW, WIDTH, False)
         tl.store(partial + offsets, part, mask=there)
 

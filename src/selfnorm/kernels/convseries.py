@@ -22,6 +22,7 @@ from torch import Tensor
 from selfnorm.kernels import plainconv
 from selfnorm.kernels.conv import column_sums, convolved, patches, places_in_kernel, shape_of, tiling, total_of
 from selfnorm.kernels.plainconv import shared_out, summing, tile_of
+from selfnorm.kernels.rounding import uncut
 
 
 def series_forward(x: Tensor, kernel: Tensor, bias: Tensor | None, terms: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,6 +179,8 @@ def _series_correlate(
                 total = tl.dot(grad, tl.trans(taken), total, input_precision=PRECISION)
     if C == 1:
         total = tl.sum(products, axis=1)[:, None]
+    else:
+        total = uncut(total, PRECISION)
     offsets, of_kernel = places_in_kernel(k, first, out, C, KH * KW, WIDTH, False)
     tl.store(row + offsets, total, mask=of_kernel)
     tl.store(row + C * C * KH * KW + out, tl.sum(arriving, axis=1), mask=(out < C) & (tl.program_id(1) == 0))

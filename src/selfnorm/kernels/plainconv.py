@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from selfnorm.kernels.conv import column_sums, convolved, depth_for, patches, places_in_kernel, shape_of, total_of
+from selfnorm.kernels.rounding import uncut
 
 MOST_ROWS = 512  # of partial sums: more would take longer to add than the tiles take
 
@@ -180,6 +181,8 @@ def _backward(
                     total = tl.dot(grad, tl.trans(taken), total, input_precision=PRECISION)
             if C == 1:
                 total = tl.sum(products, axis=1)[:, None]
+            else:
+                total = uncut(total, PRECISION)
             offsets, of_kernel = places_in_kernel(k, first, out, C, TAPS, WIDTH, False)
             tl.store(partial + offsets, total, mask=of_kernel)
         tl.store(partial + C * C * TAPS + out, tl.sum(arriving, axis=1), mask=out < C)
