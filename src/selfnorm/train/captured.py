@@ -155,7 +155,8 @@ class CapturedStep:
             record.apply_adam(self._state, self._rates[step], self._frozen, self.failed, BETAS, EPS)
         self.optimizer.zero_grad(set_to_none=True)
         self.mark("after the step")
-        self.loss.after_step(metrics, generator=generator)
+        with branching(self._branches):  # trackers, each beside the others
+            self.loss.after_step(metrics, generator=generator)
         row = self._history[step]
         torch.cat([value.detach().view(1), metrics.surrogate.view(1), metrics.reconstruction], out=row)
         if self._tracked:
