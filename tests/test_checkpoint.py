@@ -80,10 +80,10 @@ def test_round_trip(trained, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["one.safetensors"]
 
 
-def test_a_checkpoint_has_weights_multipliers_moments_and_sums(trained):
+def test_a_checkpoint_has_weights_multipliers_moments_and_metrics(trained):
     path, best, _ = trained
     assert read(path / "best.safetensors").progress == best.progress
-    assert {name.split(".")[0] for name in best.tensors} == {"loss", "adam", "sums"}
+    assert {name.split(".")[0] for name in best.tensors} == {"loss", "adam", "epoch"}
     assert "loss.penalty.weight" in best.tensors
     assert {value.dtype for value in best.part("loss.flow.").values()} <= {torch.float32, torch.bool}
 

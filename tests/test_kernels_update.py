@@ -12,7 +12,8 @@ from selfnorm.kernels import update
 from selfnorm.kernels.update import State, Tiles, adam_dense, adam_pair, adam_single
 
 TILES = [Tiles(32, 64, 32, 4, 2), Tiles(16, 16, 16, 4, 2), Tiles(64, 32, 16, 4, 2)]
-BETAS, EPS = (0.8, 0.99), 1e-6
+# A large ε: where a first gradient happens to be tiny, Adam with the usual one makes a whole step of its rounding.
+BETAS, EPS = (0.8, 0.99), 1e-2
 
 
 def single(device, *shape):

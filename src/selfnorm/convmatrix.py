@@ -36,7 +36,7 @@ class Geometry(NamedTuple):
 def convolve(x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
     """T(w)x for a batch of images (N, C, H, W). Cost: O(N·HW·C²/groups·kh·kw)."""
     few = x.device.type == "cpu" and w.shape[0] <= FEW_CHANNELS and _kernel_size(w) != (1, 1)
-    if few and x.requires_grad and geometry.padding_mode == "zeros":
+    if few and x.requires_grad and geometry.padding_mode == "zeros" and not torch.compiler.is_compiling():
         return _Convolution.apply(x, w, geometry)
     return _convolve(x, w, geometry)
 

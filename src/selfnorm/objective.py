@@ -27,7 +27,7 @@ VARIANCE_CHECK = 100  # steps between two looks at whether debiasing has a finit
 
 
 class Metrics(NamedTuple):
-    """What a step tells the loop, on the device and without gradient.
+    """What a step tells the loop, on the device and without gradient. Of several steps it is stacked, a row for each.
 
     surrogate:       mean of −`Surrogate.log_det`; not a likelihood.
     reconstruction:  (K,) mean squared error ‖RWh − h‖²/D of each self-normalizing layer, probes added; if symmetric, half of it

@@ -46,13 +46,14 @@ _active: Branches | None = None
 
 
 @contextmanager
-def branching(branches: Branches | None) -> Iterator[None]:
-    """Branches are taken from these inside."""
+def branching(branches: Branches | None, *, joined: bool = True) -> Iterator[None]:
+    """Branches are taken from these inside, and joined at the end, unless somebody else will."""
     global _active
     before, _active = _active, branches
     try:
         yield
-        join()
+        if joined:
+            join()
     finally:
         _active = before
 

@@ -50,12 +50,16 @@ class CapturedStep:
         self._taken = 0
         self.mark: Callable[..., None] = unmarked
         self._graphs = _Graphs(batches.examples.device)
-        self._branches = Branches(batches.examples.device) if batches.examples.device.type == "cuda" else None
+        on_gpu = batches.examples.device.type == "cuda"
+        self._branches, self._trackers = (Branches(batches.examples.device) if on_gpu else None for _ in range(2))
         zeros = self._parameters[0].detach().new_zeros
         self.failed, self.lost, self._frozen = zeros(()), zeros(()), zeros(())
         self._step = shared_step(optimizer, self._parameters)
         self._one = zeros(()) + 1
         self._limits = self.failed.new_tensor([layer.largest_residual for layer in self._tracked])
+        self._residuals = _side_by_side(self._tracked, self._limits)
+        # Where R is not read before the next update, its tracker may take as long as the next forward and backward pass.
+        self._late = clip is None and usable(self.failed) and all(isinstance(layer, TrackedLinear) for layer in self._tracked)
         # What the graphs read and write lies in the same memory at each replay. First, a block of batches:
         device, rows = batches.examples.device, batches.block * batches.batch_size
         self._resident = batches.examples.stored.device.type == device.type
@@ -92,8 +96,7 @@ class CapturedStep:
         self._taken += n
         front_nll = self._front_nll[within : within + n]
         self.losses = self._history[:n, 0] + front_nll
-        sums = self._history[:n].sum(0)
-        return Metrics(sums[1] + front_nll.sum(), sums[2:])
+        return Metrics(self._history[:n, 1] + front_nll, self._history[:n, 2:].clone())
 
     def go_on(self) -> None:
         self.lost.zero_()
@@ -131,6 +134,7 @@ class CapturedStep:
     def _take(self, n: int) -> None:
         for step, x in enumerate(self._x.split(self.batches.batch_size)[:n]):
             self._take_one(step, x, self._generators[step] if self._generators else None)
+        self._wait_for_trackers()
 
     def _take_one(self, step: int, x: Tensor, generator: torch.Generator | None) -> None:
         self.mark("the rest of the loss")
@@ -149,21 +153,32 @@ class CapturedStep:
         # What gradient scaling uses: one kernel looks at all of them (and multiplies by 1), and raises the flag.
         torch._amp_foreach_non_finite_check_and_unscale_([*gradients, value.detach()], self.failed, self._one)
         self.mark("Adam")
+        self._wait_for_trackers()
         self._begin_update()
         self._adam(self._rates[step])
         for record in factored:
             record.apply_adam(self._state, self._rates[step], self._frozen, self.failed, BETAS, EPS)
         self.optimizer.zero_grad(set_to_none=True)
         self.mark("after the step")
-        with branching(self._branches):  # trackers, each beside the others
+        with branching(self._trackers, joined=False):  # each beside the others
             self.loss.after_step(metrics, generator=generator)
-        row = self._history[step]
-        torch.cat([value.detach().view(1), metrics.surrogate.view(1), metrics.reconstruction], out=row)
-        if self._tracked:
-            row.mul_(1 - self._frozen)  # what changes nothing is not to be counted
-            residuals = torch.stack([layer.residual for layer in self._tracked])
-            self.lost.copy_(torch.maximum(self.lost, 1 - (residuals < self._limits).all().to(self.lost)))  # a NaN is lost, too
+        if not self._late:
+            self._wait_for_trackers()
+        torch.cat([value.detach().view(1), metrics.surrogate.view(1), metrics.reconstruction], out=self._history[step])
         self.mark("end")
+
+    def _wait_for_trackers(self) -> None:
+        """Join those of the step before, and see whether all of them have kept up."""
+        if not self._tracked:
+            return
+        if self._trackers is not None:
+            self._trackers.join()
+        if usable(self.lost):
+            from selfnorm.kernels.guard import note_lost
+
+            note_lost(self.lost, self._residuals, self._limits)
+        else:
+            self.lost.copy_(torch.maximum(self.lost, 1 - (self._residuals < self._limits).all().to(self.lost)))
 
     def _begin_update(self) -> None:
         if usable(self.failed):
@@ -210,6 +225,14 @@ def shared_step(optimizer: torch.optim.Adam, parameters: Sequence[Tensor]) -> Te
     for state in states:
         state["step"] = shared
     return shared
+
+
+def _side_by_side(tracked: Sequence[TrackedLinear | TrackedConv2d], like: Tensor) -> Tensor:
+    """The layers' residuals, made entries of one tensor, so that one look sees them all."""
+    residuals = torch.zeros_like(like)
+    for layer, entry in zip(tracked, residuals, strict=True):
+        layer.residual = entry
+    return residuals
 
 
 def _steps_per_graph(block: int, modules: int) -> int:

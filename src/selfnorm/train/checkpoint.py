@@ -27,8 +27,8 @@ FORMAT = "selfnorm-checkpoint-1"
 class Checkpoint:
     """All that a run needs to go on, or that a flow needs to be built again.
 
-    tensors:   under "loss." the weights and the penalty's multipliers, under "adam." the moments, under "sums." those of the
-               epoch under way.
+    tensors:   under "loss." the weights and the penalty's multipliers, under "adam." the moments, under "epoch." the metrics of
+               the steps of the epoch under way.
     progress:  the loop's counters, plain numbers.
     """
 

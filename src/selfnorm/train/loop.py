@@ -66,7 +66,8 @@ class Trainer:
         self._names = [name for name, _ in self.loss.named_parameters()]
         self.optimizer = adam(self.loss)
         self.progress = Progress()
-        self._start_sums()
+        # Surrogate and reconstruction errors of each step of the epoch under way.
+        self._metrics = torch.zeros(self.batches.steps_per_epoch, 1 + len(self.flow.reconstruction_names), device=self.device)
         self._step: Step = self._make_step(self.loss, self.optimizer)
         self._saved_at = self._clock = time.monotonic()
         self._told_at = 0.0  # so that the first step is told at once
@@ -171,8 +172,8 @@ class Trainer:
                     raise  # nothing was trained that could have diverged
                 self._diverge(f"at epoch {epoch + 1}, step {index + 1}: {error}")
                 continue
-            self._surrogate += metrics.surrogate
-            self._reconstruction += metrics.reconstruction
+            self._metrics[index : index + len(rates), 0] = metrics.surrogate
+            self._metrics[index : index + len(rates), 1:] = metrics.reconstruction
             progress.step += len(rates)
             last = index + len(rates) == self.batches.steps_per_epoch
             if last and epoch + 1 < recipe.epochs:
@@ -193,7 +194,8 @@ class Trainer:
 
     def _end_epoch(self, epoch: int, rate: float) -> None:
         steps = self.batches.steps_per_epoch
-        surrogate, reconstruction = self._surrogate.item() / steps, (self._reconstruction / steps).tolist()
+        # Of all steps at once, so that it does not matter how many of them came in a call.
+        surrogate, *reconstruction = self._metrics.double().mean(0).tolist()
         # After the reads above, which wait for the device.
         step_seconds = None if self._epoch_at is None else (time.monotonic() - self._epoch_at) / steps
         weight = self.loss.penalty.weight.tolist()
@@ -207,7 +209,6 @@ class Trainer:
             step_seconds=step_seconds,
             **({"fallbacks": sum(int(layer.fallbacks) for layer in self._tracked.values())} if self._tracked else {}),
         )
-        self._start_sums()
 
     def _validate(self, stop: StopRequests) -> None:
         try:
@@ -313,10 +314,6 @@ class Trainer:
             self.progress.log_length = self.folder.log(record)
         self.report(record)
 
-    def _start_sums(self) -> None:
-        weight = self.loss.penalty.weight
-        self._surrogate, self._reconstruction = weight.new_zeros(()), torch.zeros_like(weight)
-
     def profile(self) -> list[Piece]:
         """Where a step's time goes, at the weights as they are; measured on a copy, so that it leaves no trace."""
         with threads(self.recipe.threads), precision(self.recipe.precision):
@@ -330,7 +327,8 @@ class Trainer:
     def _capture(self) -> Checkpoint:
         tensors = {f"loss.{name}": value for name, value in self.loss.state_dict().items()}
         tensors |= {f"adam.{name}": value for name, value in optimizer_tensors(self.optimizer, self._names).items()}
-        tensors |= {"sums.surrogate": self._surrogate, "sums.reconstruction": self._reconstruction}
+        index = self.progress.step % self.batches.steps_per_epoch
+        tensors |= {"epoch.metrics": self._metrics[:index]}
         data = self.dataset
         return Checkpoint(
             self.recipe, data.shape, data.levels, data.columns, self._fingerprint, cloned(tensors), asdict(self.progress)
@@ -341,9 +339,8 @@ class Trainer:
             progress = Progress(**checkpoint.progress)
             self.loss.load_state_dict(checkpoint.part("loss."))
             restore_optimizer(self.optimizer, self._names, checkpoint.part("adam."))
-            sums = checkpoint.part("sums.")
-            self._surrogate = sums["surrogate"].to(self.device, copy=True)
-            self._reconstruction = sums["reconstruction"].to(self.device, copy=True)
+            known = checkpoint.part("epoch.")["metrics"]
+            self._metrics[: len(known)] = known.to(self.device)
         except (TypeError, KeyError, ValueError, RuntimeError) as error:
             raise ValueError(f"{self.recipe.name}: expected the checkpoint of such a run, got another ({error})") from None
         self.progress.__dict__.update(progress.__dict__)

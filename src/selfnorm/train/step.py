@@ -37,7 +37,7 @@ class Step(Protocol):
         ...
 
     def __call__(self, epoch: int, index: int, *rates: float) -> Metrics:
-        """Take the steps from `index` on, each with its learning rate; the sums of their metrics."""
+        """Take the steps from `index` on, each with its learning rate; their metrics, a row for each."""
         ...
 
     def go_on(self) -> None:
@@ -91,7 +91,7 @@ class EagerStep:
         self.mark("after the step")
         self.loss.after_step(metrics, generator=generator)
         self.mark("end")
-        return metrics
+        return Metrics(metrics.surrogate[None], metrics.reconstruction[None])
 
 
 def adam(loss: Loss) -> torch.optim.Adam:
