@@ -21,6 +21,7 @@ SHAPES = {
     "four channels": ((2, 4, 5, 7), (3, 3), (5, 3)),
     "odd channels": ((1, 3, 4, 5), (5, 3), (3, 7)),
     "many channels": ((2, 17, 3, 3), (3, 3), (3, 3)),
+    "mixing of many channels": ((2, 48, 2, 3), (1, 1), (1, 1)),
     "several tiles": ((2, 2, 13, 23), (3, 5), (1, 1)),
     "larger than the image": ((3, 2, 2, 3), (7, 5), (3, 3)),
     "a single value": ((1, 1, 1, 1), (1, 1), (3, 3)),

@@ -1,5 +1,7 @@
 """Each kernel of the coupling network against plain PyTorch in float64."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,11 +23,11 @@ def poisoned(monkeypatch):
 
 @pytest.fixture
 def kernel(device, kernels):
-    """The kernels' module, with products rounded as tensor cores do."""
-    from selfnorm.kernels import coupling
+    """All of a coupling's kernels, with products rounded as tensor cores do."""
+    from selfnorm.kernels import coupling, masked, packing
 
     with precision("tf32"):
-        yield coupling
+        yield SimpleNamespace(**{**vars(packing), **vars(masked), **vars(coupling)})
 
 
 def draw(device, *shape, dtype=torch.float32):

@@ -29,7 +29,8 @@ def fits(x: Tensor, *kernels: Tensor) -> bool:
 
     Beyond these sizes there is enough to do in a convolution for a library's to be the faster one.
     """
-    small = x.shape[1] <= 32 and x.shape[1] * x.shape[2] * x.shape[3] <= 4096
+    most = 64 if all(kernel.shape[2] * kernel.shape[3] == 1 for kernel in kernels) else 32
+    small = x.shape[1] <= most and x.shape[1] * x.shape[2] * x.shape[3] <= 4096
     return small and all(kernel.numel() <= 16384 and kernel.shape[2] * kernel.shape[3] <= 49 for kernel in kernels)
 
 

@@ -76,7 +76,8 @@ class MatrixAffine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, guide: Tensor | None, low: bool, *parameters: Tensor) -> tuple[Tensor, Tensor]:
-        from selfnorm.kernels.coupling import gather, head, pack
+        from selfnorm.kernels.coupling import gather, head
+        from selfnorm.kernels.packing import pack
 
         weights = Weights(*(parameter.contiguous() for parameter in parameters))
         stay = weights.first.shape[1] if guide is None else 0
@@ -93,7 +94,8 @@ class MatrixAffine(torch.autograd.Function):
     @backward_in_full_precision
     def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        from selfnorm.kernels.coupling import gather, head_backward, scatter, unpack
+        from selfnorm.kernels.coupling import gather, head_backward, scatter
+        from selfnorm.kernels.packing import unpack
 
         x, columns, h1, h2, h, w1, w2, w3, log_scale = ctx.saved_tensors
         n, channels, height, width = x.shape
@@ -121,7 +123,7 @@ class MatrixAffine(torch.autograd.Function):
 
 def _through_last(columns: Tensor, w3: Tensor, h2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """G₂ = (B·W₃) ⊙ [H₂ > 0], and in parts its column sums and BᵀH₂: in one pass if B's columns are few enough."""
-    from selfnorm.kernels.coupling import last_backward, masked_product, on_tensor_cores
+    from selfnorm.kernels.masked import last_backward, masked_product, on_tensor_cores
 
     if on_tensor_cores(columns.dtype) and columns.shape[1] <= (64 if columns.dtype == torch.float32 else 128):
         return last_backward(columns, w3, h2)
@@ -131,7 +133,7 @@ def _through_last(columns: Tensor, w3: Tensor, h2: Tensor) -> tuple[Tensor, Tens
 
 def _through_first(g2: Tensor, w2: Tensor, h1: Tensor, columns: Tensor, w1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of G₁ = (G₂·W₂) ⊙ [H₁ > 0], in parts: column sums, G₁ᵀA and G₁·W₁; G₁ is not written if A's columns are few enough."""
-    from selfnorm.kernels.coupling import first_backward, masked_product, on_tensor_cores
+    from selfnorm.kernels.masked import first_backward, masked_product, on_tensor_cores
 
     if on_tensor_cores(g2.dtype) and columns.shape[1] <= 64:
         return first_backward(g2, w2, h1, columns, w1)

@@ -44,7 +44,10 @@ class CapturedStep:
     def __init__(self, loss: Loss, optimizer: torch.optim.Adam, batches: TrainingBatches, clip: float | None) -> None:
         self.loss, self.optimizer, self.batches, self.clip = loss, optimizer, batches, clip
         self.front, self._flow = loss.flow.in_two()
-        self._parameters = [parameter for parameter in loss.parameters() if parameter.requires_grad]
+        # Large ones first: torch's kernels for many tensors take some 36 of them a launch and 65,536 numbers a processor, so that
+        # small tensors among the large ones would leave most of the card idle.
+        trained = (parameter for parameter in loss.parameters() if parameter.requires_grad)
+        self._parameters = sorted(trained, key=Tensor.numel, reverse=True)
         self._tracked = [module for module in loss.modules() if isinstance(module, TrackedLinear | TrackedConv2d)]
         self._several = _steps_per_graph(batches.block, sum(1 for _ in loss.modules()))
         self._taken = 0
