@@ -1,4 +1,4 @@
-"""A coupling network's weights as its products want them, and their gradients back: all layouts and casts in one kernel each way."""
+"""A coupling network's weights as its products want them, and their gradients back: layouts and casts in one kernel each way."""
 
 from __future__ import annotations
 
