@@ -1,6 +1,7 @@
 """Several steps a call, as graphs on a GPU: the same numbers as the eager step's, and what the loop needs beside them."""
 
 import copy
+import itertools
 import math
 import os
 import signal
@@ -13,10 +14,11 @@ from selfnorm.data import load_dataset
 from selfnorm.data.batches import Examples, TrainingBatches
 from selfnorm.inverses import ExactFactors
 from selfnorm.layers.linear import LinearMap
+from selfnorm.layers.tracked import TrackedLinear
 from selfnorm.recipe import override
 from selfnorm.recipes import build_flow, build_loss, find_recipe
 from selfnorm.runs import resume_run, start_run
-from selfnorm.train.captured import CapturedStep, _steps_per_graph
+from selfnorm.train.captured import CapturedStep, _steps_per_graph, can_be_captured, shared_step
 from selfnorm.train.loop import Trainer
 from selfnorm.train.step import EagerStep, adam, steps_taken
 from selfnorm.train.stopping import DivergedError, StoppedError
@@ -256,11 +258,12 @@ def test_adam_counts_once_for_all(device):
 def test_flags_and_counts_by_kernels(device):
     from selfnorm.kernels.guard import begin_update, note_lost
 
-    for failed, lost in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (1.0, 1.0)):
-        flags = [torch.tensor(value, dtype=torch.float32, device=device) for value in (failed, lost, 0.5, 7.0)]
-        begin_update(*flags)
-        assert flags[2] == max(failed, lost)
-        assert flags[3] == 8.0 - max(failed, lost)
+    for failed, late, lost, advance in itertools.product((0.0, 1.0), (0.0, 1.0), (0.0, 1.0), (True, False)):
+        flags = [torch.tensor(value, dtype=torch.float32, device=device) for value in (failed, late, lost, 0.5, 7.0)]
+        begin_update(*flags, advance=advance)
+        frozen = max(failed, late, lost)
+        assert [flag.item() for flag in flags[:4]] == [max(failed, late), 0.0, lost, frozen]
+        assert flags[4] == 7 - (late > failed) + advance * (1 - frozen)
     limits = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float32, device=device)
     for residuals, before, after in (
         ([0.9, 0.4, 1.9], 0, 0),
@@ -272,3 +275,105 @@ def test_flags_and_counts_by_kernels(device):
         lost = torch.tensor(float(before), dtype=torch.float32, device=device)
         note_lost(lost, torch.tensor(residuals, dtype=torch.float32, device=device), limits)
         assert lost == after
+
+
+def as_on_a_gpu(monkeypatch, block):
+    """The trainer takes captured steps on the CPU, too, and trackers are left alone, as in a graph."""
+    monkeypatch.setattr("selfnorm.train.loop.can_be_captured", lambda loss, batches: True)
+    monkeypatch.setattr(TrackedLinear, "after_step", lambda self, generator=None: self.track(generator=generator))
+    make = TrainingBatches.__init__
+
+    def in_blocks(self, *args, **options):
+        make(self, *args, **options)
+        self.block = block
+
+    monkeypatch.setattr(TrainingBatches, "__init__", in_blocks)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("index", [1, 6, 12])
+def test_an_epoch_in_which_a_tracker_is_lost_is_told_like_any_other(monkeypatch, index):
+    as_on_a_gpu(monkeypatch, 4)
+    records = []
+    trainer = Trainer(digits(*SMALL, "kind=tracked"), load_dataset("digits"), report=records.append)
+    trainer.start()
+    layer, track = trainer.flow.bijection[6], TrackedLinear.track
+    steps = iter(range(10**6))
+
+    def lossy(self, generator=None):
+        if self is layer and next(steps) == 24 + index - 1:
+            self.weight_inv.mul_(3.0)
+        track(self, generator=generator)
+
+    monkeypatch.setattr(TrackedLinear, "track", lossy)
+    trainer.run()
+    assert [record["epoch"] for record in records if record["kind"] == "epoch"] == [1, 2, 3, 4, 5, 6]
+    assert int(layer.fallbacks) == 1
+    assert steps_taken(trainer.optimizer) == trainer.total
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_graphs_are_a_setting(monkeypatch, graphs):
+    as_on_a_gpu(monkeypatch, 4)
+    trainer = Trainer(digits(*SMALL, f"graphs={str(graphs).lower()}"), load_dataset("digits"))
+    assert isinstance(trainer._step, CapturedStep if graphs else EagerStep)
+
+
+def test_a_gradient_whose_square_overflows_is_a_failure(device):
+    step = made(CapturedStep, device, recipe="digits-fc-exact")
+    step.loss.flow.bijection[3].bias.register_hook(lambda gradient: gradient + 1e20)
+    step(0, 0, 1e-3)
+    assert step.failed
+    assert steps_taken(step.optimizer) == 0
+    assert all(torch.isfinite(value).all() for state in step.optimizer.state.values() for value in state.values())
+
+
+@pytest.mark.parametrize("penalty", ["geco", "mdmm"])
+def test_a_step_that_changes_nothing_moves_no_multiplier(device, penalty):
+    step = made(CapturedStep, device, f"penalty={penalty}", "weight=100")
+    step(0, 0, 1e-3)
+    step.lost.fill_(1.0)
+    before = {name: value.clone() for name, value in step.loss.penalty.state_dict().items()}
+    for index in (1, 2):
+        step(0, index, 1e-3)
+    assert all(torch.equal(value, before[name]) for name, value in step.loss.penalty.state_dict().items())
+    step.go_on()
+    step(0, 1, 1e-3)
+    assert not torch.equal(step.loss.penalty.weight, before["weight"])
+
+
+def test_a_sketch_that_is_lost_stays_so_until_it_is_settled(device):
+    step = made(CapturedStep, device, recipe="digits-fc-sketch")
+    layer = step.loss.flow.bijection[3]
+    with torch.no_grad():
+        layer.weight_inv.mul_(1.3)
+        inverse = layer.weight_inv.clone()
+    layer.residual.fill_(layer.largest_residual)
+    layer.track()
+    assert layer.residual >= layer.largest_residual
+    assert torch.equal(layer.weight_inv, inverse)
+
+
+def test_the_shared_count_goes_on_from_the_highest():
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer = torch.optim.Adam(parameters, fused=True)
+    parameters[2].grad = torch.ones(2)
+    optimizer.step()
+    assert shared_step(optimizer, parameters) == 1
+
+
+def test_metrics_are_the_callers_own():
+    step = made(CapturedStep, torch.device("cpu"))
+    first = step(0, 0, 1e-3)
+    kept = [value.clone() for value in first]
+    step(0, 1, 1e-3)
+    assert all(torch.equal(one, other) for one, other in zip(first, kept, strict=True))
+
+
+def test_only_what_leaves_the_host_nothing_to_decide_is_captured():
+    step = made(EagerStep, torch.device("cpu"))
+    step.batches.examples.device = torch.device("cuda")
+    assert can_be_captured(step.loss, step.batches)
+    for setting in ("polish=newton-schulz", "debias=2"):
+        assert not can_be_captured(made(EagerStep, torch.device("cpu"), setting).loss, step.batches)
+    assert not can_be_captured(step.loss.double(), step.batches)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection, Chain, Surrogate
 from selfnorm.checks import event_shape, expect_finite, expect_float, expect_shape
+from selfnorm.streams import join
 
 Inverse = Literal["learned", "exact", "refined"]
 
@@ -32,12 +33,16 @@ class StandardNormal(nn.Module):
 
     def log_prob(self, z: Tensor) -> Tensor:
         """log N(z; 0, I), (N,)."""
+        self.see(z)
+        dimensions = math.prod(z.shape[1:])
+        return -0.5 * z.square().flatten(1).sum(1) - 0.5 * dimensions * math.log(2 * math.pi)
+
+    def see(self, z: Tensor) -> None:
+        """Refuse latents of another shape than the fixed one, or remember theirs."""
         if self._fixed is not None:
             expect_shape(self, z, *self._fixed)
         elif self._seen != z.shape[1:]:
             self._seen = tuple(z.shape[1:])
-        dimensions = math.prod(z.shape[1:])
-        return -0.5 * z.square().flatten(1).sum(1) - 0.5 * dimensions * math.log(2 * math.pi)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n draws, (n, *shape), on this module's device and in its dtype."""
@@ -97,6 +102,7 @@ class Flow(nn.Module):
         """
         expect_float("Flow.surrogate", x)
         z, log_det, reconstruction = self.bijection.surrogate(x, context=context)
+        join()
         return Surrogate(z, self._base_log_prob(z) + log_det, reconstruction)
 
     def in_two(self) -> tuple[Chain, Flow]:

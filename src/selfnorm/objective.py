@@ -222,6 +222,8 @@ class Loss(nn.Module):
         if self._is_plain(flow, x):
             chain = flow.bijection if isinstance(flow.bijection, Chain) else Chain(flow.bijection)
             found = chain.surrogate_by_layer(x, context=context)
+            assert isinstance(flow.base, StandardNormal)
+            flow.base.see(found.z)
             value, parts = _Objective.apply(*found, self.penalty.weight, self._dimensions_of(layers, x))
             return value, Metrics(parts[0], parts[1:])
         surrogate = flow.surrogate(x, context=context)

@@ -46,3 +46,15 @@ def precision(value: Precision) -> Iterator[None]:
 def networks_in_bf16() -> bool:
     """Whether coupling networks are to work in bfloat16."""
     return _networks_in_bf16
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """No rounding of products in here, whatever the precision: for small differences of large numbers, such as I − RW."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32 = cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before

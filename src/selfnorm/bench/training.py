@@ -47,10 +47,9 @@ def training_step(model: Model, device: torch.device) -> TrainingStep:
     examples = batches.examples
     loss = build_loss(recipe, build_flow(recipe, model.shape, model.levels)).to(device)
     loss.flow.initialize(examples.spread(recipe.init_examples or recipe.batch_size, recipe.seed))
-    optimizer = adam(loss)
-    one = EagerStep(loss, optimizer, batches, recipe.clip)
+    one = EagerStep(loss, adam(loss), batches, recipe.clip)
     captures = can_be_captured(loss, batches)
-    step: Step = CapturedStep(loss, optimizer, batches, recipe.clip) if captures else one
+    step: Step = CapturedStep(loss, adam(loss), batches, recipe.clip) if captures else one  # its Adam counts in its own way
     # A call of a captured step takes some steps of a block of batches: a whole block is a whole number of such calls.
     return TrainingStep(
         Work(_Stepper(step, batches, batches.block if captures else 1), batches.block if captures else 1),

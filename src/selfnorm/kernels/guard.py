@@ -7,9 +7,14 @@ import triton.language as tl
 from torch import Tensor
 
 
-def begin_update(failed: Tensor, lost: Tensor, frozen: Tensor, step: Tensor) -> None:
-    """frozen = max(failed, lost), and step += 1 − frozen: all of them float32 scalars on the device, flags 0 or 1."""
-    _begin_update[(1,)](failed, lost, frozen, step, num_warps=1)
+def begin_update(failed: Tensor, late: Tensor, lost: Tensor, frozen: Tensor, step: Tensor, *, advance: bool = True) -> None:
+    """Whether the next update may change anything, and its number: all float32 scalars on the device, flags 0 or 1.
+
+    late:     raised by the update before, if it was that which failed: it goes to `failed`, and that step is not counted.
+    frozen:   = max(failed, lost).
+    advance:  whether an update follows, so that step += 1 − frozen.
+    """
+    _begin_update[(1,)](failed, late, lost, frozen, step, ADVANCE=advance, num_warps=1)
 
 
 def note_lost(lost: Tensor, residuals: Tensor, limits: Tensor) -> None:
@@ -18,10 +23,17 @@ def note_lost(lost: Tensor, residuals: Tensor, limits: Tensor) -> None:
 
 
 @triton.jit
-def _begin_update(failed, lost, frozen, step):
-    stop = tl.maximum(tl.load(failed), tl.load(lost))
+def _begin_update(failed, late, lost, frozen, step, ADVANCE: tl.constexpr):
+    before, after = tl.load(failed), tl.load(late)
+    number = tl.load(step) - tl.where((after > 0) & (before == 0), 1.0, 0.0)
+    failure = tl.maximum(before, after)
+    stop = tl.maximum(failure, tl.load(lost))
+    if ADVANCE:
+        number += 1 - stop
+    tl.store(failed, failure)
+    tl.store(late, 0.0)
     tl.store(frozen, stop)
-    tl.store(step, tl.load(step) + 1 - stop)
+    tl.store(step, number)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from selfnorm.bijection import Bijection, Chain, Surrogate, joined_names, located
 from selfnorm.checks import count, describe, event_shape, expect_shape
+from selfnorm.streams import join
 
 
 class Squeeze(Bijection):
@@ -115,6 +116,7 @@ class Split(Bijection):
             done, log_det, reconstruction = self.rest.surrogate(stay, context=context)
         with located("prior"):
             leave, prior_log_det, prior_reconstruction = self.prior.surrogate(leave, context=stay)
+        join()
         columns = torch.cat([reconstruction, prior_reconstruction], dim=1)
         return Surrogate(self._flatten(done, leave), log_det + prior_log_det, columns)
 

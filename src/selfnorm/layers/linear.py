@@ -286,7 +286,7 @@ class FusedConv(torch.autograd.Function):
         if volume == "mixing":
             from selfnorm.kernels.smalldet import repeated_slogdet
 
-            with beside():  # nobody needs it before the end
+            with beside(w):  # nobody needs it before the end
                 log_det, inverse_transposed = repeated_slogdet(w.flatten(1), x.shape[2] * x.shape[3], x.shape[0])
             z, _ = plain_forward(x, w, b, taps)
         else:

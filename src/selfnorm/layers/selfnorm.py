@@ -228,7 +228,7 @@ class _FusedSelfNormLinear(torch.autograd.Function):
 
         log_det = x.new_empty(x.shape[0])
         z, out = affine(x, W, b, zeros=log_det)
-        with beside():  # the next layer waits for out alone
+        with beside(z, x):  # the next layer waits for out alone
             error, squares = reconstruct(z, R, x)
         ctx.save_for_backward(x, z, error, W, R)
         ctx.collector, ctx.weights, ctx.has_bias = collector, (W, R), b is not None

@@ -36,6 +36,7 @@ from selfnorm.layers.linear import (
     in_full_precision,
     refuse_second_derivative,
 )
+from selfnorm.precision import full_float32
 from selfnorm.streams import beside, join
 
 Tracker = Literal["newton-schulz", "sketch"]
@@ -123,17 +124,21 @@ class _Tracked(KeptInverse):
 
                 follow(R, *self.error(), self.residual, self.largest_residual)
                 return
-            excess = self.multiply_rows(R)
+            with full_float32():
+                excess = self.multiply_rows(R)
             excess.diagonal().sub_(1)
             residual = torch.linalg.vector_norm(excess)
             followed = torch.addmm(R, excess, R, alpha=-1)  # (2I − RW)R, given RW − I
         else:
             Q = torch.randn(R.shape[0], self.rank, generator=generator, dtype=R.dtype, device=R.device)
-            WQ = self.multiply(Q)
-            missing = Q - R @ WQ
+            with full_float32():
+                WQ = self.multiply(Q)
+                missing = Q - R @ WQ
             # ‖(I − RW)Q‖² is on average τ·‖I − RW‖² for white Q.
             residual = torch.linalg.vector_norm(missing) / math.sqrt(self.rank)
             followed = sketch_and_project(R, missing, WQ)
+            # An estimate that happens to be small must not hide an R that was lost before and has not been replaced.
+            residual = torch.where(self.residual < self.largest_residual, residual, self.residual)
         self.residual.copy_(residual)
         torch.where(residual < self.largest_residual, followed, R, out=self.weight_inv)
 
@@ -141,7 +146,9 @@ class _Tracked(KeptInverse):
         """I − RW and partial sums of its squares, by kernels."""
         from selfnorm.kernels.tracking import error_of
 
-        return error_of(self.multiply_rows(self.weight_inv))
+        with full_float32():
+            product = self.multiply_rows(self.weight_inv)
+        return error_of(product)
 
     @torch.no_grad()
     def settle(self) -> None:

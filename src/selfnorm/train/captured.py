@@ -20,7 +20,7 @@ from selfnorm.data.batches import TrainingBatches, seed_of
 from selfnorm.factored import factored_gradients
 from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
-from selfnorm.objective import Loss, Metrics
+from selfnorm.objective import Fixed, Loss, Metrics
 from selfnorm.streams import Branches, branching
 from selfnorm.train.step import BETAS, EPS, adam_state, unmarked
 
@@ -31,8 +31,9 @@ GRAPH_MODULES = 2000
 
 
 def can_be_captured(loss: Loss, batches: TrainingBatches) -> bool:
-    """Whether the steps can run as graphs: on a GPU, and with nothing in them that the host has to decide."""
-    return batches.examples.device.type == "cuda" and loss.polish is None and not loss.debias
+    """Whether the steps can run as graphs: on a GPU, in float32, and with nothing in them that the host has to decide."""
+    single = all(parameter.dtype == torch.float32 for parameter in loss.parameters())
+    return batches.examples.device.type == "cuda" and single and loss.polish is None and not loss.debias
 
 
 class CapturedStep:
@@ -53,10 +54,9 @@ class CapturedStep:
         self._taken = 0
         self.mark: Callable[..., None] = unmarked
         self._graphs = _Graphs(batches.examples.device)
-        on_gpu = batches.examples.device.type == "cuda"
-        self._branches, self._trackers = (Branches(batches.examples.device) if on_gpu else None for _ in range(2))
+        self._branches, self._trackers = (Branches(batches.examples.device) for _ in range(2))
         zeros = self._parameters[0].detach().new_zeros
-        self.failed, self.lost, self._frozen = zeros(()), zeros(()), zeros(())
+        self.failed, self.lost, self._late_failure, self._frozen = (zeros(()) for _ in range(4))
         self._step = shared_step(optimizer, self._parameters)
         self._one = zeros(()) + 1
         self._limits = self.failed.new_tensor([layer.largest_residual for layer in self._tracked])
@@ -103,6 +103,7 @@ class CapturedStep:
 
     def go_on(self) -> None:
         self.lost.zero_()
+        self.failed.zero_()  # in a step that changed nothing: if it was no accident, it will come again
 
     def seconds_for_batch(self, rounds: int = 5) -> float:
         """What one step's share of making a block takes: the median of a few."""
@@ -138,33 +139,40 @@ class CapturedStep:
         for step, x in enumerate(self._x.split(self.batches.batch_size)[:n]):
             self._take_one(step, x, self._generators[step] if self._generators else None)
         self._wait_for_trackers()
+        self._begin_update(advance=False)
 
     def _take_one(self, step: int, x: Tensor, generator: torch.Generator | None) -> None:
         self.mark("the rest of the loss")
         with factored_gradients() if self.clip is None else nullcontext() as collected:  # to clip gradients one must have them
-            with branching(self._branches):
+            with branching(self._branches if self._graphs.capturing else None):
                 value, metrics = self.loss.of(self._flow, x, generator=generator)
             self.mark("the rest of the loss", backward=True)
             value.backward(self._one)
         self.mark("norm of the gradient")
+        self._wait_for_trackers()  # from here on somebody may read what they write
         factored = collected.take() if collected else []
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        # Norms, since a gradient whose square overflows is none that Adam could use.
+        checked = [torch.stack(torch._foreach_norm(gradients))] if gradients else []
         if self.clip is not None:
-            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-            nn.utils.clip_grads_with_norm_(self._parameters, self.clip, norm)
-            gradients = [norm]
-        # What gradient scaling uses: one kernel looks at all of them (and multiplies by 1), and raises the flag.
-        torch._amp_foreach_non_finite_check_and_unscale_([*gradients, value.detach()], self.failed, self._one)
+            checked = [torch.linalg.vector_norm(checked[0])]
+            nn.utils.clip_grads_with_norm_(self._parameters, self.clip, checked[0])
+        # What gradient scaling uses: one kernel looks at all of it (and multiplies by 1), and raises the flag.
+        torch._amp_foreach_non_finite_check_and_unscale_([*checked, value.detach()], self.failed, self._one)
         self.mark("Adam")
-        self._wait_for_trackers()
         self._begin_update()
         self._adam(self._rates[step])
         for record in factored:
-            record.apply_adam(self._state, self._rates[step], self._frozen, self.failed, BETAS, EPS)
+            record.apply_adam(self._state, self._rates[step], self._frozen, self._late_failure, BETAS, EPS)
         self.optimizer.zero_grad(set_to_none=True)
         self.mark("after the step")
-        with branching(self._trackers, joined=False):  # each beside the others
-            self.loss.after_step(metrics, generator=generator)
+        if type(self.loss.penalty) is not Fixed:  # to which an error that is not a number means that nothing was done
+            frozen = torch.where(self._frozen > 0, torch.nan, metrics.reconstruction)
+            moving = Metrics(metrics.surrogate, frozen)
+        else:
+            moving = metrics
+        with branching(self._trackers if self._graphs.capturing else None, joined=False):  # each beside the others
+            self.loss.after_step(moving, generator=generator)
         if not self._late:
             self._wait_for_trackers()
         torch.cat([value.detach().view(1), metrics.surrogate.view(1), metrics.reconstruction], out=self._history[step])
@@ -174,8 +182,7 @@ class CapturedStep:
         """Join those of the step before, and see whether all of them have kept up."""
         if not self._tracked:
             return
-        if self._trackers is not None:
-            self._trackers.join()
+        self._trackers.join()
         if usable(self.lost):
             from selfnorm.kernels.guard import note_lost
 
@@ -183,14 +190,19 @@ class CapturedStep:
         else:
             self.lost.copy_(torch.maximum(self.lost, 1 - (self._residuals < self._limits).all().to(self.lost)))
 
-    def _begin_update(self) -> None:
+    def _begin_update(self, *, advance: bool = True) -> None:
+        """Set `frozen` and the number of the update that follows; what went wrong in the one before is first seen here."""
         if usable(self.failed):
             from selfnorm.kernels.guard import begin_update
 
-            begin_update(self.failed, self.lost, self._frozen, self._step)
+            begin_update(self.failed, self._late_failure, self.lost, self._frozen, self._step, advance=advance)
         else:
+            self._step.sub_(self._late_failure * (1 - self.failed))
+            self.failed.copy_(torch.maximum(self.failed, self._late_failure))
+            self._late_failure.zero_()
             self._frozen.copy_(torch.maximum(self.failed, self.lost))
-            self._step.add_(1 - self._frozen)
+            if advance:
+                self._step.add_(1 - self._frozen)
 
     def _adam(self, rate: Tensor) -> None:
         """What the optimiser's own step would do for all parameters that have a gradient, less the counting."""
@@ -224,7 +236,7 @@ class CapturedStep:
 def shared_step(optimizer: torch.optim.Adam, parameters: Sequence[Tensor]) -> Tensor:
     """Adam's count of steps, made one tensor for all parameters, which all take every step."""
     states = [adam_state(optimizer, parameter) for parameter in parameters]
-    shared = states[0]["step"]
+    shared = torch.stack([state["step"] for state in states]).amax()
     for state in states:
         state["step"] = shared
     return shared
@@ -259,6 +271,7 @@ class _Graphs:
     def __init__(self, device: torch.device) -> None:
         self._captures = device.type == "cuda"
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        self.capturing = False
         # One after another they can share the memory in which they work.
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
 
@@ -275,6 +288,9 @@ class _Graphs:
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
+        # Or the graphs of several runs, which replay at the same time, would share cuBLAS's.
+        torch._C._cuda_clearCublasWorkspaces()
+        self.capturing = True
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 work()
@@ -284,4 +300,7 @@ class _Graphs:
                 f"expected a training step that can be captured as a CUDA graph, got one in which the host waits or something "
                 f"holds on to an earlier backward pass ({cause}); --set graphs=false trains without graphs"
             ) from error
+        finally:
+            self.capturing = False
+            torch._C._cuda_clearCublasWorkspaces()
         return graph

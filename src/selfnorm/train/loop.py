@@ -257,11 +257,8 @@ class Trainer:
 
     def _has_to_go_back(self) -> bool:
         """Look at the flags. If one is raised, see to its cause, and let the next step be the first that changed no weight."""
-        if self._step.failed:
-            self._step_failed()
-            return True
-        if self._step.lost:
-            self.progress.step = steps_taken(self.optimizer)
+        if self._step.lost:  # first, since steps after it, which changed nothing, may have failed for that reason
+            reached, self.progress.step = self.progress.step, steps_taken(self.optimizer)
             try:
                 for name, layer in self._tracked.items():
                     with located(f"layer {name}"):
@@ -269,7 +266,11 @@ class Trainer:
             except ValueError as error:  # there is no inverse to go on with
                 epoch, index = divmod(self.progress.step - 1, self.batches.steps_per_epoch)
                 self._diverge(f"at epoch {epoch + 1}, step {index + 1}: {error}")
+                return True
             self._step.go_on()
+            return self.progress.step != reached
+        if self._step.failed:
+            self._step_failed()
             return True
         return False
 
@@ -339,7 +340,7 @@ class Trainer:
             progress = Progress(**checkpoint.progress)
             self.loss.load_state_dict(checkpoint.part("loss."))
             restore_optimizer(self.optimizer, self._names, checkpoint.part("adam."))
-            known = checkpoint.part("epoch.")["metrics"]
+            known = checkpoint.part("epoch.").get("metrics", self._metrics[:0])  # older ones had but their sums
             self._metrics[: len(known)] = known.to(self.device)
         except (TypeError, KeyError, ValueError, RuntimeError) as error:
             raise ValueError(f"{self.recipe.name}: expected the checkpoint of such a run, got another ({error})") from None

@@ -24,7 +24,8 @@ class Step(Protocol):
     device, but for what layers and loss do in `after_step`, which may also raise a `ValueError` that names a layer.
 
     failed:  a float tensor, 0, or 1 from the first step on that had a non-finite loss or gradient. That step and those after it
-             change no weight, so that the weights are still those that failed.
+             change no weight, so that the weights are still those that failed. Only where a weight's gradient is multiplied
+             while it is applied, and is found wanting there alone, have the other weights taken that step; it is not counted.
     lost:    likewise, raised by a step after which a tracker has lost its inverse. The steps after that one change no weight,
              until the trackers are settled and `go_on` is called; then they are to be taken again.
     """
