@@ -7,10 +7,11 @@ import signal
 import pytest
 import torch
 
-from commandline import fails, ok
+from commandline import SHORT, fails, ok
 from selfnorm.data import load_dataset
 from selfnorm.runs import Result, start_run, start_runs
 from selfnorm.train.checkpoint import read
+from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
 from selfnorm.train.stopping import DivergedError, StoppedError
 from selfnorm.train.together import run_together
@@ -63,11 +64,13 @@ def test_what_belongs_to_the_process_must_be_the_same():
 def test_the_command_trains_seeds_together_and_tells_their_mean(tmp_path):
     short = ["--set", "epochs=2", "--set", "warmup_epochs=1"]
     said = ok("train", "digits-fc-snf", *short, "--seeds", "2", "--seed", "7", "--run", tmp_path / "run", "-q")
-    assert "over 2 seeds" in said
+    assert "over 2 of 2 seeds" in said
     seeds = [read(path / "last.safetensors").recipe.seed for path in (tmp_path / "run", tmp_path / "run-seed8")]
     assert seeds == [7, 8]
     lines = ok("train", "digits-fc-snf", *short, "--seeds", "2", "--run", tmp_path / "other", "--json").splitlines()
     records = [json.loads(line) for line in lines]
+    summary = records.pop()
+    assert summary["kind"] == "seeds" and summary["nll"].keys() == {"0", "1"} and summary["diverged"] == []
     assert {record["run"] for record in records} == {str(tmp_path / "other"), str(tmp_path / "other-seed1")}
     assert sum(record["kind"] == "result" for record in records) == 2
     assert "no --twin" in fails("train", "digits-fc-snf", "--seeds", "2", "--twin")
@@ -87,3 +90,48 @@ def test_runs_on_streams_of_their_own_are_what_they_are_alone():
         alone.start()
         assert same(alone.run(), trainer.best())
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+def test_seeds_that_were_stopped_go_on_together(tmp_path):
+    whole = [tmp_path / "a", tmp_path / "a-seed1"]
+    ok("train", "digits-fc-snf", *SHORT, "--seeds", "2", "--run", whole[0], "-q")
+
+    def stopping(record):
+        if record["kind"] == "epoch" and record["epoch"] == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    recipes = [read(path / "last.safetensors").recipe for path in whole]
+    stopped = [tmp_path / "b", tmp_path / "b-seed1"]
+    with pytest.raises(StoppedError):
+        start_runs(recipes, stopped, reports=[stopping, silent])
+    said = ok("train", "--resume", stopped[0], "--resume", stopped[1], "-q")
+    assert "over 2 of 2 seeds" in said
+    for one, other in zip(whole, stopped, strict=True):
+        assert_same_runs(one, other)
+
+
+def test_all_folders_must_be_free_before_any_is_made(tmp_path):
+    (tmp_path / "run-seed1").mkdir()
+    (tmp_path / "run-seed1" / "file").touch()
+    assert "run-seed1: expected a new or empty folder" in fails(
+        "train", "digits-fc-snf", *SHORT, "--seeds", "2", "--run", tmp_path / "run"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_breaks_one_run_saves_the_others(tmp_path):
+    trainers = []
+    for seed in range(2):
+        folder = RunFolder(tmp_path / str(seed))
+        trainers.append(Trainer(digits(*SMALL, f"seed={seed}"), load_dataset("digits"), folder=folder))
+        trainers[-1].start()
+        folder.create(trainers[-1].recipe)
+
+    def breaking(record):
+        if record["kind"] == "epoch" and record["epoch"] == 2:
+            raise OSError("no space left")
+
+    trainers[0].report = breaking
+    with pytest.raises(OSError, match="no space"):
+        run_together(trainers)
+    assert read(tmp_path / "1" / "last.safetensors").progress["step"] >= 23

@@ -19,6 +19,7 @@ from selfnorm.command import (
     DataDir,
     Debug,
     Device,
+    DivergenceKind,
     InverseKind,
     Json,
     OnDivergence,
@@ -59,7 +60,7 @@ from selfnorm.files import replacing
 from selfnorm.health import examine, repair
 from selfnorm.recipe import Recipe, override, to_toml
 from selfnorm.recipes import DEFAULT, RECIPES, TWINS, find_recipe, idle_settings, recipe_for
-from selfnorm.runs import Result, dataset_of, free_path, resume_run, start_run, start_runs
+from selfnorm.runs import Result, dataset_of, free_path, resume_run, resume_runs, start_run, start_runs
 from selfnorm.train.checkpoint import save
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.stopping import DivergedError, StoppedError
@@ -74,6 +75,7 @@ app.add_typer(bench, name="bench")
     "selfnorm train digits-fc-snf --twin",
     "selfnorm train mnist-fc-snf --set epochs=500 --set weight=10 --data ~/data",
     "selfnorm train mnist-fc-snf --seeds 3",
+    "selfnorm train mnist-conv-snf --profile",
     "selfnorm train --resume runs/mnist-fc-snf",
 )
 def train(
@@ -82,7 +84,9 @@ def train(
     ] = None,
     settings: Settings = None,
     run: RunFolderOption = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with this run instead.")] = None,
+    resume: Annotated[
+        list[Path] | None, typer.Option(metavar="RUN", help="Go on with this run instead; given several times, with all at once.")
+    ] = None,
     twin: Annotated[bool, typer.Option("--twin", help="Then train the exact-gradient twin too, and compare.")] = False,
     data: DataDir = None,
     seed: Annotated[int | None, typer.Option(help="Short for --set seed=…")] = None,
@@ -97,23 +101,13 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train a recipe, watch it, and get its exact test likelihood, samples and curves. Stop it any time; `--resume` goes on."""
-    if resume is not None:
+    if resume:
         if recipe or settings or run or twin or profile or seed is not None or seeds > 1:
             raise ValueError(
                 "--resume: expected no recipe, --set, --run, --twin, --profile, --seed or --seeds beside it; a run goes on as it "
                 "began"
             )
-        stored = RunFolder(resume).read_recipe()
-        with showing(stored, resume, quiet, json) as display, transfers(quiet or json) as on_progress:
-            result = resume_run(
-                resume,
-                data_dir=_folder(data),
-                on_divergence=on_divergence.value if on_divergence else None,
-                device=the_device(device),
-                report=display,
-                on_progress=on_progress,
-            )
-        print_result(resume, result, json)
+        _resume(resume, _folder(data), on_divergence, device, quiet, json)
         return
     chosen = override(find_recipe(recipe or DEFAULT), settings or [])
     chosen = _adjusted(chosen, data_dir=_folder(data), seed=seed, on_divergence=on_divergence and on_divergence.value)
@@ -123,6 +117,8 @@ def train(
     if idle := idle_settings(chosen):
         ERR.print(f"selfnorm: {', '.join(idle)} will do nothing: no layer of {chosen.name} learns its inverse")
     folder = run or free_path(Path("runs") / chosen.name)
+    if seeds > 1 and run is None:
+        folder = _free_with_seeds(folder)
     if seeds > 1:
         if twin or profile:
             raise ValueError(
@@ -225,7 +221,12 @@ def fit(
     _train(chosen, run or free_path(Path("runs") / chosen.name), device, quiet, json)
 
 
-@command("eval", "selfnorm eval runs/digits-fc-snf", "selfnorm eval runs/mnist-fc-snf --samples 20 --data ~/data --json")
+@command(
+    "eval",
+    "selfnorm eval runs/digits-fc-snf",
+    "selfnorm eval runs/mnist-fc-snf --samples 20 --data ~/data --json",
+    "selfnorm eval runs/mnist-glow-snf --precision bf16",
+)
 def evaluate(
     run: RunPath,
     part: Annotated[Part, typer.Option(help="Which part of the run's data.")] = Part.test,
@@ -242,9 +243,10 @@ def evaluate(
     trained = Trained.open(run, the_device(device))
     found = trained.evaluate(part.value, samples, _folder(data), precision.value)
     if json:
-        print_json({"run": str(run), "part": part.value, **asdict(found)})
+        print_json({"run": str(run), "part": part.value, "precision": precision.value, **asdict(found)})
     else:
-        OUT.print(f"{trained.checkpoint.recipe.name}, {part.value}: {found}")
+        rounded = "" if precision is Rounding.float32 else f", products in {precision.value}"
+        OUT.print(f"{trained.checkpoint.recipe.name}, {part.value}{rounded}: {found}")
 
 
 @command(
@@ -378,22 +380,48 @@ def _train(recipe: Recipe, folder: Path, device: str, quiet: bool, as_json: bool
 
 
 def _train_seeds(recipe: Recipe, seeds: int, folder: Path, device: str, quiet: bool, as_json: bool) -> None:
-    named = folder if folder.name else folder.resolve()
     recipes = [replace(recipe, seed=recipe.seed + index) for index in range(seeds)]
-    others = [free_path(named.with_name(f"{named.name}-seed{each.seed}")) for each in recipes[1:]]
-    folders = [folder, *others]
+    folders = _seed_folders(folder, [each.seed for each in recipes])
     with showing_together(recipes, folders, quiet, as_json) as reports, transfers(quiet or as_json) as on_progress:
         found = start_runs(recipes, folders, device=the_device(device), reports=reports, on_progress=on_progress)
-    results = [each for each in found if isinstance(each, Result)]
-    if not as_json:
-        for path, each in zip(folders, found, strict=True):
-            if isinstance(each, Result):
-                print_result(path, each, as_json)
-        if results:
-            print_seeds(results)
-    diverged = [f"{path}: {each}" for path, each in zip(folders, found, strict=True) if not isinstance(each, Result)]
+    _tell_seeds(folders, recipes, found, as_json)
+
+
+def _resume(
+    folders: list[Path], data: str | None, on_divergence: DivergenceKind | None, device: str, quiet: bool, as_json: bool
+) -> None:
+    recipes = [RunFolder(folder).read_recipe() for folder in folders]
+    options: Any = {"data_dir": data, "on_divergence": on_divergence and on_divergence.value, "device": the_device(device)}
+    if len(folders) == 1:
+        with showing(recipes[0], folders[0], quiet, as_json) as display, transfers(quiet or as_json) as on_progress:
+            result = resume_run(folders[0], **options, report=display, on_progress=on_progress)
+        print_result(folders[0], result, as_json)
+        return
+    with showing_together(recipes, folders, quiet, as_json) as reports, transfers(quiet or as_json) as on_progress:
+        found = resume_runs(folders, **options, reports=reports, on_progress=on_progress)
+    _tell_seeds(folders, recipes, found, as_json)
+
+
+def _tell_seeds(folders: list[Path], recipes: list[Recipe], found: list[Result | DivergedError], as_json: bool) -> None:
+    seeds = [recipe.seed for recipe in recipes]
+    print_seeds(dict(zip(folders, zip(seeds, found, strict=True), strict=True)), as_json)
+    diverged = [str(seed) for seed, each in zip(seeds, found, strict=True) if not isinstance(each, Result)]
     if diverged:
-        raise DivergedError("; ".join(diverged))
+        raise DivergedError(f"seed {', '.join(diverged)} of {len(seeds)} diverged")
+
+
+def _seed_folders(folder: Path, seeds: list[int]) -> list[Path]:
+    """The folder itself for the first seed; for the others, with their seed behind its name."""
+    named = folder if folder.name else folder.resolve()  # "." has no name
+    return [folder, *(named.with_name(f"{named.name}-seed{seed}") for seed in seeds[1:])]
+
+
+def _free_with_seeds(folder: Path) -> Path:
+    """The folder, or the first with a number behind its name, that is free and has no folders of seeds beside it."""
+    while any(folder.parent.glob(f"{folder.name}-seed*")) or folder.exists():
+        stem, _, number = folder.name.rpartition("-")
+        folder = folder.with_name(f"{stem}-{int(number) + 1}" if number.isdigit() else f"{folder.name}-2")
+    return folder
 
 
 def _write_csv(stream: TextIO, rows: list[dict[str, Any]]) -> None:

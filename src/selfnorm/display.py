@@ -8,7 +8,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -162,30 +162,49 @@ def showing(recipe: Recipe, folder: Path, quiet: bool, as_json: bool) -> Iterato
 def showing_together(recipes: Sequence[Recipe], folders: Sequence[Path], quiet: bool, as_json: bool) -> Iterator[list[Report]]:
     """Displays for runs that train at the same time."""
 
+    again = "selfnorm train " + " ".join(f"--resume {shlex.quote(str(folder))}" for folder in folders)
+
     def tagged(folder: Path) -> Report:
         return lambda record: None if record["kind"] == "step" else print_json({"run": str(folder), **record})
 
     with ExitStack() as stack:
         displays: list[TrainingDisplay] = []
         for recipe in recipes:
-            name = f"{recipe.name}, seed {recipe.seed}"
+            name = f"seed {recipe.seed}"
             display = TrainingDisplay(recipe, name=name, quiet=quiet or as_json, beside=displays[0] if displays else None)
             displays.append(stack.enter_context(display))
         try:
             yield [tagged(folder) for folder in folders] if as_json else list(displays)
         except StoppedError as error:
-            again = " ".join(shlex.quote(str(folder)) for folder in folders)
-            error.args = (f"{error}, all saved; go on with each by: selfnorm train --resume RUN, for {again}",)
+            error.args = (f"{error}, all saved; go on with: {again}",)
+            raise
+        except OSError as error:
+            error.args = (f"{error}; all runs ended with that, the others saved where possible. Go on with: {again}",)
             raise
 
 
-def print_seeds(results: Sequence[Result]) -> None:
-    """What several seeds of a recipe came to."""
-    nlls = [result.test.nll for result in results]
-    mean = f"{statistics.mean(nlls):.2f}"
-    mean += f" ± {statistics.stdev(nlls) / math.sqrt(len(nlls)):.2f}" if len(nlls) > 1 else ""
-    each = ", ".join(f"{nll:.2f}" for nll in nlls)
-    OUT.print(f"test NLL {mean} nats: exact, mean and standard error over {len(nlls)} seeds ({each})")
+def print_seeds(runs: Mapping[Path, tuple[int, Result | DivergedError]], as_json: bool) -> None:
+    """What several seeds of a recipe came to, each by its folder."""
+    results = {seed: result.test.nll for seed, result in runs.values() if isinstance(result, Result)}
+    nlls = list(results.values())
+    mean = statistics.mean(nlls) if nlls else None
+    error = statistics.stdev(nlls) / math.sqrt(len(nlls)) if len(nlls) > 1 else None
+    lost = [seed for seed, _ in runs.values() if seed not in results]
+    if as_json:
+        print_json({"kind": "seeds", "mean": mean, "standard_error": error, "nll": results, "diverged": lost})
+        return
+    for path, (seed, result) in runs.items():
+        OUT.print(f"seed {seed}")
+        if isinstance(result, Result):
+            print_result(path, result, as_json)
+        else:
+            OUT.print(f"  {result}. The best and the last good checkpoint are in {path}")
+    OUT.print(f"times are those of {len(runs)} runs that shared the machine")
+    if mean is None:
+        return
+    said = f"test NLL {mean:.2f}" + ("" if error is None else f" ± {error:.2f}") + " nats: exact, "
+    said += f"mean{' and standard error' if error is not None else ''} over {len(nlls)} of {len(runs)} seeds"
+    OUT.print(said + f" ({', '.join(f'{nll:.2f}' for nll in nlls)})")
 
 
 def print_profile(pieces: Sequence[Piece], as_json: bool) -> None:

@@ -104,6 +104,8 @@ def start_runs(
         Trainer(recipe, dataset, device=device, folder=RunFolder(path), report=report, save_every=save_every)
         for recipe, path, report in zip(recipes, paths, reports, strict=True)
     ]
+    for path in paths:
+        RunFolder(path).expect_free()  # all of them, before anything is made
     with ExitStack() as locks:
         for trainer in trainers:
             locks.enter_context(_new(trainer))
@@ -132,6 +134,43 @@ def resume_run(
     save_every: float = 30.0,
 ) -> Result:
     """Go on with the run of a folder where its last checkpoint left it; only what is given here may differ from its recipe."""
+    memory = PeakMemory(device)
+    with _resumed(path, data_dir, on_divergence, device, report, on_progress, save_every) as trainer:
+        trainer.run()
+        return _finish(trainer, memory)
+
+
+def resume_runs(
+    paths: Sequence[Path],
+    *,
+    data_dir: str | None = None,
+    on_divergence: Literal["stop", "rollback"] | None = None,
+    device: torch.device | str = "cpu",
+    reports: Sequence[Report],
+    on_progress: OnProgress | None = None,
+    save_every: float = 30.0,
+) -> list[Result | DivergedError]:
+    """Go on with several runs at once, in one process."""
+    with ExitStack() as stack:
+        trainers = [
+            stack.enter_context(_resumed(path, data_dir, on_divergence, device, report, on_progress, save_every))
+            for path, report in zip(paths, reports, strict=True)
+        ]
+        diverged = run_together(trainers)
+        return [error or _finish(trainer, None) for trainer, error in zip(trainers, diverged, strict=True)]
+
+
+@contextmanager
+def _resumed(
+    path: Path,
+    data_dir: str | None,
+    on_divergence: Literal["stop", "rollback"] | None,
+    device: torch.device | str,
+    report: Report | None,
+    on_progress: OnProgress | None,
+    save_every: float,
+) -> Iterator[Trainer]:
+    """The trainer of a folder, where its last checkpoint left it, the folder locked."""
     folder = RunFolder(path)
     stored = folder.read_recipe()
     # At the start, best is written a moment before last: a kill in between leaves nothing that a new start would not make again.
@@ -141,7 +180,6 @@ def resume_run(
         )
     recipe = replace(stored, data_dir=data_dir or stored.data_dir, on_divergence=on_divergence or stored.on_divergence)
     dataset = dataset_of(recipe, on_progress)
-    memory = PeakMemory(device)
     trainer = Trainer(recipe, dataset, device=device, folder=folder, report=report, save_every=save_every)
     with folder.locked():
         folder.sweep()
@@ -153,8 +191,7 @@ def resume_run(
         else:  # stopped before its first checkpoint
             trainer.start()
             folder.rewind_log(0)
-        trainer.run()
-        return _finish(trainer, memory)
+        yield trainer
 
 
 def _expect_same(checkpoint: Checkpoint, recipe: Recipe, dataset: Dataset) -> None:

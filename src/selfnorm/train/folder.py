@@ -37,6 +37,12 @@ class RunFolder:
 
     def create(self, recipe: Recipe) -> None:
         """Make the folder for a new run; one that holds anything already is left alone."""
+        self.expect_free()
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_text(self.recipe, to_toml(recipe))
+
+    def expect_free(self) -> None:
+        """Refuse a folder that holds anything."""
         if self.recipe.exists():
             raise ValueError(
                 f"{self.path}: expected a folder without a run, got one that has one; go on with it by "
@@ -44,8 +50,6 @@ class RunFolder:
             )
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise ValueError(f"{self.path}: expected a new or empty folder for the run, got one in use; name another")
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_text(self.recipe, to_toml(recipe))
 
     @contextmanager
     def locked(self) -> Iterator[None]:

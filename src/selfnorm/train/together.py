@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import torch
 
@@ -17,7 +17,8 @@ def run_together(trainers: Sequence[Trainer]) -> list[DivergedError | None]:
 
     They train as each would alone, but take turns after a step, or on a GPU a few: there the work of all of them is under way
     while the host asks for more. Their recipes may differ in anything but threads and precision, which belong to the process.
-    Raises `StoppedError` after SIGINT or SIGTERM, when all runs are saved.
+    Raises `StoppedError` after SIGINT or SIGTERM, when all runs are saved. What else goes wrong in one ends all of them, the
+    others saved as far as that is possible.
     """
     settings = {(trainer.recipe.threads, trainer.recipe.precision) for trainer in trainers}
     if len(settings) != 1:
@@ -41,6 +42,11 @@ def run_together(trainers: Sequence[Trainer]) -> list[DivergedError | None]:
                 except StoppedError as error:
                     stopped = error
                     del live[index]
+                except Exception:
+                    for other in live.keys() - {index}:
+                        with suppress(Exception), streams[other]:
+                            trainers[other].save()
+                    raise
     if any(trainer.device.type == "cuda" for trainer in trainers):
         torch.cuda.synchronize()  # what comes next is on another stream
     if stopped is not None:
