@@ -19,6 +19,7 @@ from selfnorm.train import checkpoint as checkpoints
 from selfnorm.train.checkpoint import FORMAT, load, read, save
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
+from small_runs import same, started
 
 DIGITS = replace(find_recipe("digits-fc-snf"), epochs=2, validate_every=1)
 GLOW = replace(find_recipe("mnist-glow-snf"), name="digits-glow", data="digits", blocks=1, steps=1, hidden=4, epochs=1)
@@ -293,3 +294,14 @@ def test_a_folder_that_is_not_there_is_named(trained, tmp_path):
     with pytest.raises(OSError, match="nowhere"):
         save(tmp_path / "nowhere" / "last.safetensors", best)
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_checkpoint_without_an_epochs_metrics_can_be_resumed(tmp_path):
+    """Those of the first versions had sums instead; only the one epoch's means are then of the steps that are left."""
+    trainer = started()
+    checkpoint = trainer._capture()
+    older = replace(checkpoint, tensors={name: value for name, value in checkpoint.tensors.items() if "epoch." not in name})
+    save(tmp_path / "old.safetensors", older)
+    again = started()
+    again.resume(read(tmp_path / "old.safetensors"))
+    assert same(again.run(), trainer.run())

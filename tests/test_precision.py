@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from selfnorm import AffineCoupling
 from selfnorm.models import glow
-from selfnorm.precision import PRECISIONS, networks_in_bf16, precision
+from selfnorm.precision import PRECISIONS, full_float32, networks_in_bf16, precision
 
 
 def switches():
@@ -105,3 +105,11 @@ def test_in_float32_the_exact_path_is_twice_differentiable():
     layer, x = shaken(AffineCoupling(2, hidden=3)), torch.randn(2, 2, 2, 2, requires_grad=True)
     with precision("float32"):
         assert torch.autograd.gradgradcheck(lambda x: layer(x)[0], (x,))
+
+
+def test_small_differences_are_taken_in_full_float32():
+    with precision("tf32"):
+        with pytest.raises(KeyError), full_float32():
+            assert switches()[:2] == (False, False)
+            raise KeyError
+        assert switches()[:2] == (True, True)

@@ -251,15 +251,14 @@ def test_the_best_weights_are_those_of_the_best_validation(tmp_path):
 @pytest.mark.gpu
 def test_a_run_on_the_device_resumes_to_the_same_bits(tmp_path, monkeypatch):
     device = torch.accelerator.current_accelerator()
-    recipe = digits(*SMALL)
+    recipe = digits(*SMALL, "precision=float32")
     start_run(recipe, tmp_path / "whole", device=device)
     trainer = Trainer(recipe, load_dataset("digits"), device=device, folder=RunFolder(tmp_path / "stopped"))
     trainer.folder.create(recipe)
     trainer.start()
     for index in range(5):
         metrics = trainer._step(0, index, learning_rate_at(index, 12, 6, 1e-3, 10.0, 0.25))
-        trainer._surrogate += metrics.surrogate
-        trainer._reconstruction += metrics.reconstruction
+        trainer._metrics[index] = torch.cat([metrics.surrogate, metrics.reconstruction[0]])
         trainer.progress.step += 1
     trainer.save()
     resume_run(tmp_path / "stopped", device=device)
