@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,9 +30,11 @@ from selfnorm.bench.table import significant
 from selfnorm.bench.timing import Effort, Failure, Timing, Work, clock_mhz, measure, reason_for, summary
 from selfnorm.bench.training import training_step
 from selfnorm.models import fc_flow
+from selfnorm.precision import precision
 from selfnorm.report import timings
 from selfnorm.report.results import build
 from selfnorm.report.timings import Bar
+from selfnorm.train.loop import threads
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 CPU = torch.device("cpu")
@@ -296,11 +299,63 @@ def test_the_table_of_steps(tmp_path):
         assert row["in a graph"] is None and row["peak MiB"] is None
     assert exact["exact / this"] == 1 and bare["ms a step"] > 0 and bare["ms a sample"] is None
     assert snf["exact / this"] == pytest.approx(measured[1].step.median / measured[0].step.median, rel=0.01)
-    assert [line.split(":")[0] for line in lines] == ["ceilings", "digits-fc-snf", "digits-fc-exact", "mnist-fc-bare"]
+    assert [line.split(":")[0] for line in lines] == ["digits-fc-snf", "digits-fc-exact", "mnist-fc-bare"]
     table.write(tmp_path / "deep" / "steps.json")
     assert "| digits-fc-snf | " in build(tmp_path / "deep")
     details = json.loads((tmp_path / "deep" / "steps.json").read_text())["details"]
     assert details[0]["model"] == "digits-fc-snf" and details[0]["operations"] > 0 and details[0]["step_blocks"] >= 3
+
+
+@pytest.mark.usefixtures("brief")
+def test_floors_are_those_of_the_threads_in_use(monkeypatch):
+    rates = {1: Ceilings(1e6, 1e15), 3: Ceilings(4e6, 1e15)}
+    asked, now = [], []
+
+    def ceilings(device, seconds):
+        asked.append(torch.get_num_threads())
+        return rates[asked[-1]]
+
+    monkeypatch.setattr(steps, "measure_ceilings", ceilings)
+    wide = replace(MODELS["digits-fc-snf"], name="wide", recipe=replace(MODELS["digits-fc-snf"].recipe, threads=None))
+    chosen = [MODELS["digits-fc-snf"], wide, MODELS["digits-conv-snf"]]
+    with threads(3):
+        table, measured = steps_table(chosen, CPU, effort=BRIEF, memory=False, now=now.append)
+        assert torch.get_num_threads() == 3
+    assert asked == [1, 3] and [each.threads for each in measured] == [1, 3, 1]
+    assert measured[0].floor == pytest.approx(4 * measured[1].floor)
+    assert [row[COLUMNS.index("threads")] for row in table.rows] == [1, 3, 1] == [each["threads"] for each in table.details]
+    assert table.title.endswith("CPU, 1 and 3 threads") and table.source["machine"].endswith("CPU, 1 and 3 threads")
+    assert "with 1 thread; " in table.about and "with 3 threads. " in table.about
+    assert "how fast a product and a copy are with 3 threads" in now and "steps of wide" in now
+
+
+@pytest.mark.usefixtures("brief")
+def test_no_table_changes_the_draws_of_others(monkeypatch):
+    monkeypatch.setattr(peers, "OURS", {FC: (MODELS["digits-fc-snf"],)})
+    before = torch.get_rng_state()
+    steps_table(choose(["digits-fc-snf"]), CPU, effort=BRIEF, memory=False)
+    scaling.scaling_table([4], CPU, effort=BRIEF)
+    peers_table([FC], CPU, effort=BRIEF, peers=[])
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def stop(*args):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.usefixtures("brief")
+def test_an_interruption_leaves_what_was_measured(monkeypatch):
+    make = steps.training_step
+    monkeypatch.setattr(steps, "training_step", lambda model, device: stop() if "conv" in model.name else make(model, device))
+    before = torch.get_rng_state()
+    table, measured = steps_table(choose(["digits-fc-snf", "digits-conv-snf"]), CPU, effort=BRIEF, memory=False)
+    assert [row[0] for row in table.rows] == ["digits-fc-snf"] == [each.model.name for each in measured]
+    assert table.stopped == "stopped after 1 of 2 models" == table.report()["provenance"]["partial"]
+    assert table.report()["title"].endswith("(partial: stopped after 1 of 2 models)")
+    assert torch.equal(before, torch.get_rng_state())
+    monkeypatch.setattr(steps, "_measure_samples", stop)  # the steps of this family are measured by then
+    table, _ = steps_table(choose(["digits-fc-snf", "digits-fc-exact"]), CPU, effort=BRIEF, memory=False)
+    assert [row[1] > 0 for row in table.rows] == [True, True] and table.stopped == "stopped after 2 of 2 models"
 
 
 @pytest.mark.usefixtures("brief")
@@ -364,11 +419,38 @@ def test_a_process_that_fails_says_why(monkeypatch):
         memory.memory_of(MODELS["digits-fc-snf"], CPU)
 
 
+def test_the_process_has_our_precision_and_threads(monkeypatch):
+    asked = []
+    done = subprocess.CompletedProcess([], 0, '{"weights": 1, "activations": 2, "peak": 3}')
+    monkeypatch.setattr(memory.subprocess, "run", lambda command, **options: asked.append(command[-2:]) or done)
+    for value in ("float32", "tf32", "bf16"):
+        with precision(value):
+            assert memory.memory_of(MODELS["digits-fc-snf"], CPU) == memory.Memory(1, 2, 3)
+    assert asked == [["digits-fc-snf", value] for value in ("float32", "tf32", "bf16")]
+
+
+def test_a_process_refuses_another_precision():
+    command = [sys.executable, "-m", "selfnorm.bench.memory", "digits-fc-snf", "float16"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "expected one of float32, tf32, bf16, got 'float16'" in done.stderr
+
+
+def test_small_models_have_no_ratio_of_memory():
+    assert memory.Memory(2**20, 0, 6 * 2**20).ratio == 1.5 and memory.Memory(2**20 - 1, 0, 6 * 2**20).ratio is None
+
+
+def test_an_interruption_leaves_the_memory_that_was_measured(monkeypatch):
+    found = iter([memory.Memory(1, 2, 3)])
+    monkeypatch.setattr(memory, "memory_of", lambda model, device: next(found, None) or stop())
+    table = memory.memory_table(choose(["digits-fc-snf", "mnist-fc-bare", "digits-fc-exact"]), CPU)
+    assert [row[0] for row in table.rows] == ["digits-fc-snf"] and table.stopped == "stopped after 1 of 2 models"
+
+
 # scaling
 
 
 def test_sizes_are_powers_of_two():
-    assert sizes(32) == [32] and sizes(100) == [32, 64] and sizes(8192)[-1] == 8192 and len(sizes(8192)) == 9
+    assert sizes(32) == [32] and sizes(64) == [32, 64] and sizes(8192)[-1] == 8192 and len(sizes(8192)) == 9
 
 
 def test_slopes_are_of_the_upper_half():
@@ -386,6 +468,7 @@ def test_crossovers_are_interpolated_in_logarithms():
     assert crossover(cubic, linear) == math.inf
     assert crossover(dict.fromkeys(at, 1.0), dict.fromkeys(at, 2.0)) == 32
     assert crossover({32: 1.0}, {64: 1.0}) is None
+    assert crossover({32: 1.0, 64: 1.0}, {32: 2.0}) is None  # one point tells no trend
     # Slower, faster, slower, and faster for good: the last time counts.
     wavering, other = {32: 2.0, 64: 1.0, 128: 4.0, 256: 1.0}, {32: 1.0, 64: 2.0, 128: 1.0, 256: 4.0}
     assert crossover(wavering, other) == pytest.approx(128 * math.sqrt(2))
@@ -520,6 +603,19 @@ def test_bars_are_drawn(tmp_path):
         timings.bars(tmp_path / "none.png", "Steps", [])
 
 
+def test_lengths_begin_at_zero_or_are_not_drawn(tmp_path, monkeypatch):
+    figures = []
+    original = timings.rendered
+    monkeypatch.setattr(timings, "rendered", lambda figure: figures.append(figure) or original(figure))
+    for longest in (9.0, 11.0):
+        shown = [Bar("short", 1.0, 1.0, 1.0, floor=0.01), Bar("long", longest, longest, longest)]
+        timings.bars(tmp_path / "bars.png", "Steps", shown)
+    near, far = (figure.axes[0] for figure in figures)
+    assert near.get_xscale() == "linear" and near.get_xlim()[0] == 0
+    assert [bar.get_width() for bar in near.patches] == [1.0, 9.0]
+    assert far.get_xscale() == "log" and not far.patches
+
+
 def test_growth_is_drawn(tmp_path):
     kinds = {"learned": {32: 1.0, 64: 2.0}, "exact": {32: 1.0, 64: 8.0}}
     timings.growth(tmp_path / "one.png", "Growth", {"a": kinds, "b": {}}, {"a": {"learned": 1.0, "exact": None}})
@@ -536,20 +632,26 @@ def test_growth_is_drawn(tmp_path):
 def test_every_verb_explains_itself_by_examples(verb):
     text = invoke("bench", verb, "--help").stdout
     assert "Examples" in text and f"selfnorm bench {verb}" in text.split("Examples")[1]
+    assert "--quick" in text.split("Examples")[1]
+    assert f"selfnorm bench {verb}" in invoke("bench", "--help").stdout.split("Examples")[1]
 
 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("steps", "--models", "nonsense"), "--models: expected a name or pattern of digits-fc-snf, "),
+        (("steps", "--models", "nonsense"), "--models: got 'nonsense', expected a recipe, as `selfnorm recipes` lists"),
         (("steps", "--models", "mnist-fc-snff"), "did you mean mnist-fc-snf?"),
         (("steps", "--device", "nonsense"), "--device"),
         (("steps", "--seconds", "0"), "--seconds: expected a time above 0"),
         (("steps", "--figure", "steps.pdf"), "--figure: expected a name that ends in .png, got steps.pdf"),
         (("steps", "--memory", "--figure", "x.png"), "--figure: expected none with --memory"),
-        (("steps", "--json", "."), "--json: expected a file to write, got the folder ."),
-        (("peers", "--json", "x.png"), "--json: expected another name than a picture's"),
-        (("scaling", "--largest", "0"), "--largest: expected a dimension from 32 to 65536, got 0"),
+        (("steps", "--memory", "--quick"), "--quick: expected none with --memory"),
+        (("steps", "--memory", "--seconds", "1"), "--seconds: expected none with --memory"),
+        (("steps", "--json", "."), "--json: expected a name that ends in .json, got ."),
+        (("steps", "--json", "out/steps.json"), "--json: expected a folder to write to, got No such file or directory at out"),
+        (("peers", "--json", "x.png"), "--json: expected a name that ends in .json, got x.png"),
+        (("scaling", "--largest", "0"), "--largest: expected a power of two from 32 to 65536, got 0"),
+        (("scaling", "--largest", "100"), "--largest: expected a power of two from 32 to 65536, got 100"),
         (("scaling", "--largest", "31"), "--largest"),
         (("scaling", "--device", "meta"), "--device"),
         (("peers", "--seconds", "nan"), "--seconds"),
@@ -565,17 +667,68 @@ def test_wrong_arguments(args, said, tmp_path, monkeypatch):
 def test_a_folder_that_cannot_be_written_to_is_told_of_at_once(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     assert "--json: expected a folder to write to" in fails("bench", "scaling", "--json", tmp_path / "file" / "x.json")
+    (tmp_path / "x.png").mkdir()
+    assert "--figure: expected a file to write" in fails("bench", "scaling", "--json", tmp_path / "x.json")
 
 
 @pytest.mark.usefixtures("brief")
-def test_steps_from_the_command(tmp_path):
+def test_a_full_disk_costs_no_figures_and_names_the_file(monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(steps.BenchTable, "write", full)
+    done = invoke("bench", "steps", "--quick", "-q", "--models", "digits-fc-snf", "--json", "steps.json", "--device", "cpu")
+    assert done.exit_code == 1 and "digits-fc-snf" in done.stdout
+    assert done.stderr == "selfnorm: steps.json: expected to write it, got No space left on device\n"
+
+
+@pytest.mark.usefixtures("brief")
+def test_an_interruption_of_the_command(monkeypatch):
+    make = steps.training_step
+    monkeypatch.setattr(steps, "training_step", lambda model, device: stop() if "conv" in model.name else make(model, device))
+    args = ("bench", "steps", "--quick", "-q", "--json", "steps.json", "--device", "cpu", "--models")
+    done = invoke(*args, "digits-conv-snf,digits-fc-snf")
+    assert (
+        done.exit_code == 130 and done.stdout == "" and "nothing was written" in done.stderr and not Path("steps.json").exists()
+    )
+    done = invoke(*args, "digits-fc-snf,digits-conv-snf")
+    assert done.exit_code == 130 and "(partial: " in done.stdout and "written, marked as partial" in done.stderr
+    assert json.loads(Path("steps.json").read_text())["provenance"]["partial"] == "stopped after 1 of 2 models"
+    assert "digits-fc-snf" in build(".") and drawn("steps.png")
+
+
+@pytest.mark.usefixtures("brief")
+def test_all_of_it_fits_a_narrow_screen(monkeypatch):
+    monkeypatch.setattr(peers, "OURS", {FC: (MODELS["digits-fc-snf"],)})
+    monkeypatch.setattr(memory, "memory_of", lambda model, device: memory.Memory(2**30 + 1, 2**31 + 1, 2**33 + 1))
+    several = ("--models", "digits-fc-*,digits-conv-snf", "--device", "cpu")
+    shown = [
+        invoke("bench", "steps", "--quick", *several).stdout,
+        invoke("bench", "steps", "--memory", *several).stdout,
+        invoke("bench", "scaling", "--largest", "64", "--device", "cpu").stdout,
+        invoke("bench", "peers", "--device", "cpu").stdout,
+    ]
+    for text in shown:
+        assert max(map(len, text.splitlines())) <= 80 and "…" not in text, text
+    words = " ".join(shown[0].split())
+    assert "Samples/s: 1000" not in words and "Samples/s: 3 at once." in words  # which `brief` makes of them
+    assert "In a graph" not in words and "Paper's ms" not in words and "Peak memory was not measured." in words
+    assert shown[2].count("\nslower than learned") == 2 and "pip install zuko nflows" in " ".join(shown[3].split())
+    quiet = invoke("bench", "scaling", "--largest", "64", "-q", "--device", "cpu")
+    assert "medians" in shown[2] and "medians" not in quiet.stdout and quiet.stderr == ""
+
+
+@pytest.mark.usefixtures("brief")
+def test_steps_from_the_command():
+    Path("out").mkdir()
     done = invoke(
         "bench", "steps", "--quick", "--models", "digits-fc-snf,digits-fc-exact", "--json", "out/steps.json", "--device", "cpu"
     )
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("Training steps and samples") and "ms a step" in lines[1] and "in a graph" not in lines[1]
-    assert lines[2].startswith("digits-fc-snf") and lines[3].startswith("digits-fc-exact")
+    assert lines[0].startswith("Training steps and samples") and "floor" in lines[1] and "in a graph" not in done.stdout
+    assert lines[3].startswith("digits-fc-snf") and lines[4].startswith("digits-fc-exact")
+    assert "0/2  … steps of digits-fc-snf, digits-fc-exact in turn" in done.stderr and "2/2  digits-fc-exact: " in done.stderr
     assert lines[-2:] == ["  out/steps.json", "  out/steps.png"] and "digits-fc-snf: " in done.stderr
     assert drawn("out/steps.png") and "digits-fc-exact" in build("out")
 

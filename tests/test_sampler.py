@@ -1,5 +1,6 @@
 """Samples by a Sampler are those of Flow.sample, whatever became of the weights since its graph was captured."""
 
+import contextlib
 import copy
 
 import pytest
@@ -158,11 +159,63 @@ def test_inverses_that_wait_are_plain(device, captures, inverse):
     assert not captures
 
 
+@pytest.mark.parametrize("n", [-1, True, 1.5, "3"])
+def test_of_no_number(n):
+    with pytest.raises(ValueError, match=rf"Sampler: expected n to be a whole number of at least 0, got {n!r}"):
+        Sampler(small("cpu"), n)
+
+
 def test_of_no_sense():
-    with pytest.raises(ValueError, match=r"Sampler: expected n to be a whole number of at least 1, got 0"):
-        Sampler(small("cpu"), 0)
     with pytest.raises(ValueError, match=r"Sampler: expected inverse to be one of learned, exact, refined, got 'fast'"):
         Sampler(small("cpu"), 1, "fast")
+    with pytest.raises(ValueError, match=r"Sampler: expected a Flow, got Chain"):
+        Sampler(small("cpu").bijection)
+    with pytest.raises(ValueError, match=r"Sampler: expected generator to be a torch.Generator or None, got int"):
+        Sampler(small("cpu"), generator=3)
+
+
+def test_no_samples_are_an_empty_batch(device, captures):
+    sampler = Sampler(small(device), 0)
+    for _ in range(3):
+        assert sampler().shape == sampler.flow.sample(0).shape == (0, 6)
+    assert not captures
+
+
+def test_it_says_what_it_is(device, captures):
+    sampler = Sampler(small(device), 2)
+    assert repr(sampler) == "Sampler(Flow, n=2, inverse='learned', captured=False)"
+    sampler(), sampler()
+    assert repr(sampler) == "Sampler(Flow, n=2, inverse='learned', captured=True)"
+
+
+def test_memory_that_runs_out_is_told_of(monkeypatch):
+    def full(z):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    nothing = lambda *args, **options: contextlib.nullcontext()  # noqa: E731
+    for name in ("CUDAGraph", "device", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, nothing)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(module, "waiting_is_an_error", nothing)
+    with pytest.raises(torch.OutOfMemoryError):
+        module._captured(full, torch.zeros(2))
+
+
+class Stream:
+    def wait_stream(self, other):
+        pass
+
+
+@pytest.mark.gpu
+def test_how_waiting_is_treated_comes_back():
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with module.waiting_is_an_error():
+            assert torch.cuda.get_sync_debug_mode() == 2
+        assert torch.cuda.get_sync_debug_mode() == 1
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def test_inference_mode_here_and_there(device, captures):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, get_args
+from operator import index
+from typing import Any, NamedTuple, SupportsIndex, get_args
 
 import torch
 from torch import Tensor, nn
 
-from selfnorm.checks import count
 from selfnorm.flow import Flow, Inverse
 from selfnorm.precision import networks_in_bf16
 
@@ -34,13 +34,22 @@ class Sampler:
     torch.Size([1, 2])
     """
 
-    def __init__(self, flow: Flow, n: int = 1, inverse: Inverse = "learned", generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self, flow: Flow, n: SupportsIndex = 1, inverse: Inverse = "learned", generator: torch.Generator | None = None
+    ) -> None:
         if inverse not in get_args(Inverse):
             raise ValueError(f"Sampler: expected inverse to be one of {', '.join(get_args(Inverse))}, got {inverse!r}")
-        self.flow, self.n, self.inverse, self.generator = flow, count("Sampler", "n", n), inverse, generator
+        if not isinstance(flow, Flow):
+            raise ValueError(f"Sampler: expected a Flow, got {type(flow).__name__}")
+        if not isinstance(generator, torch.Generator | None):
+            raise ValueError(f"Sampler: expected generator to be a torch.Generator or None, got {type(generator).__name__}")
+        self.flow, self.n, self.inverse, self.generator = flow, _number(n), inverse, generator
         self._state: tuple[Any, ...] | None = None  # of the last call
         self._calls = 0  # at this state
         self._graph: _Graph | None = None
+
+    def __repr__(self) -> str:
+        return f"Sampler({type(self.flow).__name__}, n={self.n}, inverse={self.inverse!r}, captured={self.captured})"
 
     @property
     def captured(self) -> bool:
@@ -51,7 +60,7 @@ class Sampler:
     def __call__(self) -> Tensor:
         """n fresh samples, (n, *shape)."""
         z: Tensor = self.flow.base.sample(self.n, generator=self.generator)  # type: ignore[operator]
-        if self.inverse == "learned" and z.device.type == GRAPHS:
+        if self.n and self.inverse == "learned" and z.device.type == GRAPHS:
             self._prepare(z)
         if self._graph is not None:
             x = self._graph.run(z)
@@ -88,21 +97,18 @@ class _Graph(NamedTuple):
 def _captured(function: Callable[[Tensor], Tensor], z: Tensor) -> _Graph | None:
     """The function of tensors like z as a graph; None for one that waits for the device, which no graph can hold."""
     static, graph, stream = torch.empty_like(z).copy_(z), torch.cuda.CUDAGraph(), torch.cuda.Stream(z.device)
-    spare = torch.Generator(z.device).set_state(torch.cuda.get_rng_state(z.device))
     with torch.cuda.device(z.device):
         stream.wait_stream(torch.cuda.current_stream())
         try:
-            with torch.cuda.stream(stream), _waiting_is_an_error():  # seen beforehand, since a capture that fails leaves traces
+            with torch.cuda.stream(stream), waiting_is_an_error():  # seen beforehand, since a capture that fails leaves traces
                 function(static)
-        except RuntimeError:
-            return None
-        try:
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # other threads may wait
+            # Other threads may wait for the device meanwhile.
+            with generator_kept(z.device), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 x = function(static)
                 finite = torch.isfinite(x).all()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError:
-            # torch's generator may still believe in the capture, and would refuse every draw outside of one.
-            torch.cuda.default_generators[z.get_device()].graphsafe_set_state(spare.graphsafe_get_state())
             return None
     return _Graph(graph, static, x, finite)
 
@@ -121,8 +127,20 @@ def _state_of(flow: Flow, z: Tensor) -> tuple[Any, ...]:
     return z.device, z.dtype, z.shape, lie, rounding, autocast
 
 
+def _number(n: SupportsIndex) -> int:
+    """Of samples, of whatever integer type; none is a number, too."""
+    try:
+        number = -1 if isinstance(n, bool) else index(n)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"Sampler: expected n to be a whole number of at least 0, got {n!r}")
+    return number
+
+
 @contextmanager
-def _waiting_is_an_error() -> Iterator[None]:
+def waiting_is_an_error() -> Iterator[None]:
+    """In this block what waits for a CUDA device raises a RuntimeError."""
     before = torch.cuda.get_sync_debug_mode()
     try:
         with warnings.catch_warnings():
@@ -131,3 +149,16 @@ def _waiting_is_an_error() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
+def generator_kept(device: torch.device) -> Iterator[None]:
+    """A device's own random generator, whole after a capture in this block that fails: it may still believe in the capture, and
+    would refuse every draw outside of one."""
+    spare = torch.Generator(device).set_state(torch.cuda.get_rng_state(device))
+    try:
+        yield
+    except RuntimeError:
+        which = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[which].graphsafe_set_state(spare.graphsafe_get_state())
+        raise

@@ -51,9 +51,9 @@ class Model:
     bare: bool = False
 
     @property
-    def family(self) -> tuple[str, tuple[int, ...]]:
-        """Models of one family differ in their layers alone; they are timed in turn."""
-        return self.recipe.model, self.shape
+    def family(self) -> tuple[str, tuple[int, ...], int | None]:
+        """Models of one family differ in their layers alone; they are timed in turn, with as many CPU threads."""
+        return self.recipe.model, self.shape, self.recipe.threads
 
     @property
     def dimensions(self) -> int:
@@ -72,6 +72,7 @@ def _known() -> dict[str, Model]:
 
 
 MODELS = _known()
+EXTRA = ", ".join(name for name in MODELS if name not in RECIPES)
 _FC = tuple(f"mnist-fc-{kind}" for kind in ("snf", "exact", "tracked", "sketch", "relative", "lu", "bare"))
 _CONV = tuple(f"mnist-conv-{kind}" for kind in ("snf", "exact", "tracked", "emerging", "exp"))
 _GLOW = ("mnist-glow-snf", "mnist-glow-exact", "cifar10-glow-snf", "cifar10-glow-exact")
@@ -91,15 +92,18 @@ def choose(patterns: Iterable[str]) -> list[Model]:
         matches = [name for name in MODELS if fnmatchcase(name, pattern)]
         if not matches:
             close = difflib.get_close_matches(pattern, MODELS, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise ValueError(f"--models: expected a name or pattern of {', '.join(MODELS)}, got {pattern!r}{hint}")
+            hint = f" (did you mean {close[0]}?)," if close else ""
+            raise ValueError(
+                f"--models: got {pattern!r}{hint or ','} expected a recipe, as `selfnorm recipes` lists them, one of {EXTRA}, "
+                "or a pattern such as 'mnist-fc-*'"
+            )
         chosen |= {name: MODELS[name] for name in matches}
     return list(chosen.values())
 
 
 def families(models: Sequence[Model]) -> list[list[Model]]:
     """The models by family, both in their order."""
-    groups: dict[tuple[str, tuple[int, ...]], list[Model]] = {}
+    groups: dict[tuple[str, tuple[int, ...], int | None], list[Model]] = {}
     for model in models:
         groups.setdefault(model.family, []).append(model)
     return list(groups.values())

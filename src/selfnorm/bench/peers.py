@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 import selfnorm
 from selfnorm.bench.models import MODELS, Model
-from selfnorm.bench.table import BenchTable, Cell, in_full, milli, significant, source_of
+from selfnorm.bench.table import BenchTable, Cell, Note, Told, in_full, machine_of, measuring, milli, significant, source_of
 from selfnorm.bench.timing import Effort, Failure, Timing, Work, clock_mhz, measure, reason_for
 from selfnorm.bench.training import TrainingStep, training_step
 
-Told = Callable[[str], object]  # is called with a line about what was just measured
 Loss = Callable[[Tensor], Tensor]  # of a batch, as a number
 BATCH = 100
 RATE = 1e-5
@@ -143,18 +142,21 @@ def measure_peers(
     effort: Effort | None = None,
     peers: Sequence[Peer] = PEERS,
     told: Told = str,
-) -> list[Row]:
-    """A training step of each model for examples of these shapes; those of one shape take turns, the first of ours first."""
-    rows = []
+    now: Told = str,
+) -> Iterator[Row]:
+    """A training step of each model for examples of these shapes; those of one shape take turns, the first of ours first.
+
+    told:  is called with a line for each model.
+    now:   is called with a line for what is being measured.
+    """
     for shape in shapes:
-        found = _of_shape(shape, [peer for peer in peers if peer.shape == shape], device, effort or Effort())
+        found = _of_shape(shape, [peer for peer in peers if peer.shape == shape], device, effort or Effort(), now)
         for row in found:
             told(f"{row.name}: " + (f"{1e3 * row.step.median:.3g} ms a step" if row.step else row.note))
-        rows += found
         gc.collect()
         if device.type != "cpu":
             torch.accelerator.empty_cache()
-    return rows
+        yield from found
 
 
 def peers_table(
@@ -165,9 +167,13 @@ def peers_table(
     peers: Sequence[Peer] = PEERS,
     command: str | None = None,
     told: Told = str,
+    now: Told = str,
 ) -> tuple[BenchTable, list[Row]]:
-    before = clock_mhz(device)
-    rows = measure_peers(shapes, device, effort=effort, peers=peers, told=told)
+    """The table, and what it is made of. An interruption ends the measuring: the table then holds what was done by then."""
+    before, rows = clock_mhz(device), list[Row]()
+    with measuring(device) as stop:
+        for row in measure_peers(shapes, device, effort=effort, peers=peers, told=told, now=now):
+            rows.append(row)
     source = source_of(device, command, (before, clock_mhz(device)))
     source |= {row.library: row.version for row in rows if row.library != "selfnorm"}
     ours: dict[tuple[int, ...], Timing] = {}
@@ -175,36 +181,44 @@ def peers_table(
         if row.library == "selfnorm" and row.step:
             ours.setdefault(row.shape, row.step)
     table = BenchTable(
-        title="A training step beside other libraries'",
-        about=(
-            f"Forward, backward and Adam at batch {BATCH}, in milliseconds: medians over blocks of at least 10 ms after a "
-            "warm-up, with the 10 % and 90 % quantiles of the blocks; models for one shape took turns. Ours is the whole step "
-            "with a batch made of bytes"
-            + (", in CUDA graphs as in training" if device.type == "cuda" else "")
-            + "; the others' is "
-            "−log_prob of a batch that lies ready, backward and fused Adam, eager. Models of one shape are what each library has "
-            "for it, not the same function. This / ours: against the self-normalizing model of that shape."
-        ),
+        title=f"A training step beside other libraries', on {machine_of(device)}",
+        notes=[
+            Note(
+                f"Forward, backward and Adam at batch {BATCH}, in milliseconds: medians over blocks of at least 10 ms after a "
+                "warm-up, with the 10 % and 90 % quantiles of the blocks; models for one shape took turns."
+            ),
+            Note(
+                "Ours is the whole step with a batch made of bytes"
+                + (", in CUDA graphs as in training" if device.type == "cuda" else "")
+                + "; the others' is −log_prob of a batch that lies ready, backward and fused Adam, eager. Models of one shape "
+                "are what each library has for it, not the same function."
+            ),
+            Note("This / ours: against the self-normalizing model of that shape.", ("this / ours",)),
+        ],
         columns=COLUMNS,
         rows=[_cells(row, ours.get(row.shape)) for row in rows],
         source=source,
         details=[_details(row) for row in rows],
         failures=[f"{row.name}: {row.note}" for row in rows if row.failed],
+        stopped=stop.after(len({row.shape for row in rows}), len(shapes), "shapes"),
     )
     return table, rows
 
 
-def _of_shape(shape: tuple[int, ...], peers: Sequence[Peer], device: torch.device, effort: Effort) -> list[Row]:
+def _of_shape(shape: tuple[int, ...], peers: Sequence[Peer], device: torch.device, effort: Effort, now: Told) -> list[Row]:
     rows: list[Row] = []
     works: dict[str, Work] = {}
     for model in OURS[shape]:
         row = Row("selfnorm", model.name, shape, selfnorm.__version__)
         rows.append(row)
+        now(f"{row.name}: building it")
         _attempt(row, partial(_build_ours, row, model, device, works))
     for peer in peers:
         row = Row(peer.library, peer.model, shape, installed(peer.library))
         rows.append(row)
+        now(f"{row.name}: building it")
         _attempt(row, partial(_build_peer, row, peer, device, works))
+    now(f"steps of {', '.join(works)}" + (" in turn" if len(works) > 1 else ""))
     for name, timing in measure(works, device, effort).items():
         row = next(row for row in rows if row.name == name)
         if isinstance(timing, Failure):

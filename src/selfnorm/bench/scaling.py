@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.bench.graph import captured
-from selfnorm.bench.table import BenchTable, Cell, in_full, significant, source_of
+from selfnorm.bench.table import BenchTable, Cell, Note, Told, in_full, machine_of, measuring, significant, source_of
 from selfnorm.bench.timing import Effort, Failure, Timing, Work, clock_mhz, measure, reason_for
 from selfnorm.bijection import Bijection
 from selfnorm.layers.tracked import TrackedLinear
 from selfnorm.models import LINEAR
 
-Told = Callable[[str], object]  # is called with a line about what was just measured
 BATCH = 128
 SMALLEST = 32
 MOST = 2**16
@@ -49,10 +48,10 @@ class Point:
 
 
 def sizes(largest: int) -> list[int]:
-    """Powers of two from 32 on."""
-    if not SMALLEST <= largest <= MOST:
-        raise ValueError(f"--largest: expected a dimension from {SMALLEST} to {MOST}, got {largest}")
-    return [2**power for power in range(int(math.log2(SMALLEST)), int(math.log2(largest)) + 1)]
+    """Powers of two from 32 on, up to this one."""
+    if not SMALLEST <= largest <= MOST or largest.bit_count() != 1:
+        raise ValueError(f"--largest: expected a power of two from {SMALLEST} to {MOST}, got {largest}")
+    return [2**power for power in range(SMALLEST.bit_length() - 1, largest.bit_length())]
 
 
 def measure_scaling(
@@ -62,20 +61,25 @@ def measure_scaling(
     kinds: Sequence[str] = tuple(KINDS),
     effort: Effort | None = None,
     told: Told = str,
-) -> list[Point]:
-    """The time of each kind of layer at each dimension, without and with Adam; at each dimension all take turns."""
-    points: list[Point] = []
+    now: Told = str,
+) -> Iterator[Point]:
+    """The time of each kind of layer at each dimension, without and with Adam; at each dimension all take turns.
+
+    told:  is called with a line for each dimension.
+    now:   is called with a line for what is being measured.
+    """
+    eager: set[str] = set()
     for size in dimensions:
-        # A capture that failed leaves traces: what could not be captured once is not tried again.
-        eager = {point.kind for point in points if point.timing and point.how == "eager"}
+        now(f"D = {size}: {', '.join(kinds)} in turn")
         found = _at_size(size, device, kinds, eager, effort or Effort())
-        points += found
+        # A capture that failed leaves traces: what could not be captured once is not tried again.
+        eager |= {point.kind for point in found if point.timing and point.how == "eager"}
         times = {point.kind: point.timing for point in found if point.part == PARTS[0]}
         told(f"D = {size}: " + ", ".join(f"{kind} {1e3 * time.median:.3g} ms" for kind, time in times.items() if time))
         gc.collect()
         if device.type != "cpu":
             torch.accelerator.empty_cache()
-    return points
+        yield from found
 
 
 def layer_step(layer: Bijection, x: Tensor, optimizer: torch.optim.Optimizer | None = None) -> Callable[[], None]:
@@ -111,10 +115,10 @@ def crossover(fast: Mapping[int, float], slow: Mapping[int, float]) -> float | N
     """The dimension from which on the first is the faster of the two, interpolated in logarithms.
 
     The smallest that was measured, if it is faster from there on; infinity, if it is slower at the largest; None if they share
-    no dimension.
+    fewer than two dimensions, which would say nothing of a trend.
     """
     shared = sorted(fast.keys() & slow.keys())
-    if not shared:
+    if len(shared) < 2:
         return None
     gains = [math.log(slow[size] / fast[size]) for size in shared]
     if gains[-1] <= 0:
@@ -143,19 +147,23 @@ def scaling_table(
     effort: Effort | None = None,
     command: str | None = None,
     told: Told = str,
+    now: Told = str,
 ) -> tuple[BenchTable, list[Point]]:
-    before = clock_mhz(device)
-    points = measure_scaling(dimensions, device, effort=effort, told=told)
-    clocks = (before, clock_mhz(device))
+    """The table, and what it is made of. An interruption ends the measuring: the table then holds what was done by then."""
+    before, points = clock_mhz(device), list[Point]()
+    with measuring(device) as stop:
+        for point in measure_scaling(dimensions, device, effort=effort, told=told, now=now):
+            points.append(point)
     failures = [f"{point.kind}, D = {point.dimensions}, {point.part}: {point.failure}" for point in points if point.failure]
     table = BenchTable(
-        title=f"One fully connected layer as it grows, batch {BATCH}",
-        about=_about(points, device),
+        title=f"One fully connected layer as it grows, batch {BATCH}, on {machine_of(device)}",
+        notes=_notes(points, device),
         columns=("D", "step", *(f"{kind}, ms" for kind in KINDS), "exact / learned"),
-        rows=[row for part in PARTS for row in rows_of(points, part)],
-        source=source_of(device, command, clocks),
+        rows=[row for part in PARTS for row in rows_of(points, part)] if points else [],
+        source=source_of(device, command, (before, clock_mhz(device))),
         details=[_details(point) for point in points],
         failures=failures,
+        stopped=stop.after(len({point.dimensions for point in points}), len(dimensions), "dimensions"),
     )
     return table, points
 
@@ -223,7 +231,7 @@ def _from(size: float | None, measured: Mapping[int, float]) -> Cell:
         return None
     if math.isinf(size):
         return "not yet"
-    return f"from {size:.0f}" if size > min(measured) else f"from {min(measured)} or less"
+    return f"from {size:.0f}" if size > min(measured) else f"from ≤{min(measured)}"
 
 
 def _rounded(value: float | None) -> float | None:
@@ -241,15 +249,20 @@ def _details(point: Point) -> dict[str, Any]:
     }
 
 
-def _about(points: Sequence[Point], device: torch.device) -> str:
+def _notes(points: Sequence[Point], device: torch.device) -> list[Note]:
     eager = sorted({point.kind for point in points if point.how == "eager" and point.timing})
     how = ""
     if device.type == "cuda":
         how = " In CUDA graphs of up to 20 steps" + (f", but for {', '.join(eager)}, which cannot be captured." if eager else ".")
-    return (
-        f"Gradient: `surrogate` and its backward pass at batch {BATCH}, and tracking where there is any; with Adam: all that and "
-        "its step. Milliseconds, medians over blocks of at least 10 ms after a warm-up; at each D all kinds took turns."
-        f"{how} Learned: the self-normalizing layer; Newton–Schulz and sketch: tracked inverses; exact: by slogdet. Slope: of "
-        "log time against log D, by least squares over the upper half of the dimensions. Faster than exact, slower than learned: "
-        "the D from which on that holds, interpolated in logarithms."
-    )
+    return [
+        Note(
+            f"Gradient: `surrogate` and its backward pass at batch {BATCH}, and tracking where there is any; with Adam: all that "
+            "and its step. Milliseconds, medians over blocks of at least 10 ms after a warm-up; at each D all kinds took turns."
+            + how
+        ),
+        Note("Learned: the self-normalizing layer; Newton–Schulz and sketch: tracked inverses; exact: by slogdet."),
+        Note(
+            "Slope: of log time against log D, by least squares over the upper half of the dimensions. Faster than exact, slower "
+            "than learned: the D from which on that holds, interpolated in logarithms."
+        ),
+    ]

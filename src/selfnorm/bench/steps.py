@@ -4,7 +4,7 @@ the least it could take."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +15,13 @@ from selfnorm.bench.floor import Ceilings, Counts, bare_step, count, measure_cei
 from selfnorm.bench.graph import captured
 from selfnorm.bench.memory import MIB, memory_of
 from selfnorm.bench.models import PAPER_MS, Model, families
-from selfnorm.bench.table import BenchTable, Cell, in_full, milli, significant, source_of
+from selfnorm.bench.table import BenchTable, Cell, Note, Told, in_full, machine_of, measuring, milli, significant, source_of
 from selfnorm.bench.timing import Effort, Failure, Timing, Work, clock_mhz, measure, reason_for, synchronize
 from selfnorm.bench.training import TrainingStep, training_step
 from selfnorm.flow import Flow
 from selfnorm.sampler import Sampler
 from selfnorm.train.loop import threads
 
-Told = Callable[[str], object]  # is called with a line about what was just measured
 BULK = 1000  # samples at once
 BARE_STEPS = 20  # in a graph
 COLUMNS = (
@@ -31,6 +30,7 @@ COLUMNS = (
     "10 %",
     "90 %",
     "exact / this",
+    "threads",
     "floor, ms",
     "floor / step, %",
     "ms a sample",
@@ -43,9 +43,15 @@ COLUMNS = (
 
 @dataclass
 class Measured:
-    """What was measured of a model. Times in seconds of one step, one sample by itself, and a sample among many."""
+    """What was measured of a model. Times in seconds of one step, one sample by itself, and a sample among many.
+
+    threads:   of the CPU, where the model ran on it.
+    ceilings:  what the machine does at best with as many.
+    """
 
     model: Model
+    threads: int | None = None
+    ceilings: Ceilings | None = None
     step: Timing | None = None
     sample: Timing | None = None
     sample_in_graph: Timing | None = None
@@ -56,32 +62,49 @@ class Measured:
     steps_a_call: int | None = None  # how many a graph has, or a block of batches
     failure: str = ""
 
-    def floor(self, ceilings: Ceilings) -> float | None:
-        return None if self.counts is None else self.counts.floor(ceilings)
+    @property
+    def floor(self) -> float | None:
+        """Seconds."""
+        return self.counts.floor(self.ceilings) if self.counts and self.ceilings else None
 
 
 def measure_steps(
-    models: Sequence[Model], device: torch.device, *, effort: Effort | None = None, memory: bool = True, told: Told = str
-) -> tuple[list[Measured], Ceilings]:
-    """Each model's times, family by family: those of one family take turns. A model that fails costs the others nothing.
+    models: Sequence[Model],
+    device: torch.device,
+    *,
+    effort: Effort | None = None,
+    memory: bool = True,
+    told: Told = str,
+    now: Told = str,
+) -> Iterator[Measured]:
+    """Each model's times, family by family: those of one family take turns. A model that fails costs the others nothing. The
+    machine's ceilings are measured once for each number of CPU threads that a family runs with.
 
     memory:  whether to take peaks, too; on a CPU that is a process for each model.
     told:    is called with a line for each model.
+    now:     is called with a line for what is being measured.
     """
     effort = effort or Effort()
-    ceilings = measure_ceilings(device, min(2.0, effort.seconds))
-    told(f"ceilings: {ceilings}")
-    measured = []
+    ceilings: dict[int | None, Ceilings] = {}
     for family in families(models):
-        found = [Measured(model) for model in family]
         with threads(family[0].recipe.threads):
-            for each in found if memory else []:
-                _attempt(each, lambda each: _take_peak(each, device))
-            _measure_family(found, device, effort)
+            number = torch.get_num_threads() if device.type == "cpu" else None
+            if number not in ceilings:
+                now(f"how fast a product and a copy are{with_threads(number)}")
+                ceilings[number] = measure_ceilings(device, min(2.0, effort.seconds))
+                now(f"{ceilings[number]}{with_threads(number)}")
+            found = [Measured(model, number, ceilings[number]) for model in family]
+            try:
+                for each in found if memory else []:
+                    now(f"{each.model.name}: its peak memory")
+                    _attempt(each, lambda each: _take_peak(each, device))
+                _measure_family(found, device, effort, now)
+            except KeyboardInterrupt:
+                yield from (each for each in found if each.step or each.failure)
+                raise
         for each in found:
-            told(_line(each, ceilings))
-        measured += found
-    return measured, ceilings
+            told(_line(each))
+        yield from found
 
 
 def steps_table(
@@ -92,21 +115,30 @@ def steps_table(
     memory: bool = True,
     command: str | None = None,
     told: Told = str,
+    now: Told = str,
 ) -> tuple[BenchTable, list[Measured]]:
-    before = clock_mhz(device)
-    measured, ceilings = measure_steps(models, device, effort=effort, memory=memory, told=told)
-    clocks = (before, clock_mhz(device))
+    """The table, and what it is made of. An interruption ends the measuring: the table then holds what was done by then."""
+    before, measured = clock_mhz(device), list[Measured]()
+    with measuring(device) as stop:
+        for each in measure_steps(models, device, effort=effort, memory=memory, told=told, now=now):
+            measured.append(each)
     exact = {each.model.family: each.step for each in measured if each.model.recipe.kind == "exact"}
+    used = {each.threads for each in measured if each.threads}
     table = BenchTable(
-        title=f"Training steps and samples, on {_machine(device)}",
-        about=_about(device, ceilings, memory),
+        title=f"Training steps and samples, on {machine_of(device, used)}",
+        notes=_notes(device, measured, memory),
         columns=COLUMNS,
-        rows=[_row(each, exact.get(each.model.family), ceilings) for each in measured],
-        source=source_of(device, command, clocks),
-        details=[_details(each, ceilings) for each in measured],
+        rows=[_row(each, exact.get(each.model.family)) for each in measured],
+        source=source_of(device, command, (before, clock_mhz(device)), used),
+        details=[_details(each) for each in measured],
         failures=[f"{each.model.name}: {each.failure}" for each in measured if each.failure],
+        stopped=stop.after(len(measured), len(models), "models"),
     )
     return table, measured
+
+
+def with_threads(number: int | None) -> str:
+    return "" if number is None else f" with {number} thread{'s' * (number > 1)}"
 
 
 def one_sample(flow: Flow, device: torch.device) -> Callable[[], None]:
@@ -119,11 +151,13 @@ def one_sample(flow: Flow, device: torch.device) -> Callable[[], None]:
     return run
 
 
-def _measure_family(found: list[Measured], device: torch.device, effort: Effort) -> None:
+def _measure_family(found: list[Measured], device: torch.device, effort: Effort, now: Told) -> None:
     steps: dict[str, TrainingStep] = {}
     works: dict[str, Work] = {}
     for each in found:
+        now(f"{each.model.name}: building it, counting its operations")
         _attempt(each, lambda each: _build(each, device, steps, works))
+    now(f"steps of {_in_turn(works)}")
     for name, timing in measure(works, device, effort).items():
         each = next(each for each in found if each.model.name == name)
         if isinstance(timing, Failure):
@@ -135,7 +169,7 @@ def _measure_family(found: list[Measured], device: torch.device, effort: Effort)
     flows = {each.model.name: steps[each.model.name].loss.flow for each in found if each.step and each.model.name in steps}
     works.clear()
     steps.clear()  # optimiser and graphs may go; the flows stay
-    _measure_samples([each for each in found if each.model.name in flows], flows, device, effort)
+    _measure_samples([each for each in found if each.model.name in flows], flows, device, effort, now)
     flows.clear()
     gc.collect()
     if device.type != "cpu":
@@ -155,8 +189,9 @@ def _build(each: Measured, device: torch.device, steps: dict[str, TrainingStep],
     steps[model.name], works[model.name] = step, step.work
 
 
-def _measure_samples(found: list[Measured], flows: dict[str, Flow], device: torch.device, effort: Effort) -> None:
+def _measure_samples(found: list[Measured], flows: dict[str, Flow], device: torch.device, effort: Effort, now: Told) -> None:
     effort = Effort.of(effort.seconds / 2)
+    now(f"samples of {_in_turn(flows)}")
     for each in found:
         flows[each.model.name].eval()
     singles = {each.model.name: Work(one_sample(flows[each.model.name], device)) for each in found}
@@ -172,6 +207,11 @@ def _measure_samples(found: list[Measured], flows: dict[str, Flow], device: torc
                 each.failure = each.failure or f"no sample: {timing.reason}"
             else:
                 setattr(each, name, timing)
+
+
+def _in_turn(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed) + (" in turn" if len(listed) > 1 else "")
 
 
 def _bulk(flow: Flow) -> Callable[[], object]:
@@ -201,13 +241,14 @@ def _attempt(each: Measured, action: Callable[[Measured], None]) -> None:
         each.failure = reason_for(error)
 
 
-def _row(each: Measured, exact: Timing | None, ceilings: Ceilings) -> list[Cell]:
-    floor = each.floor(ceilings)
+def _row(each: Measured, exact: Timing | None) -> list[Cell]:
+    floor = each.floor
     name = each.model.name + ("" if each.step else " (failed)")
     return [
         name,
         *milli(each.step),
         significant(exact.median / each.step.median) if exact and each.step else None,
+        each.threads if each.step else None,
         significant(1e3 * floor) if floor else None,
         significant(100 * floor / each.step.median, 2) if floor and each.step else None,
         milli(each.sample)[0],
@@ -218,18 +259,21 @@ def _row(each: Measured, exact: Timing | None, ceilings: Ceilings) -> list[Cell]
     ]
 
 
-def _details(each: Measured, ceilings: Ceilings) -> dict[str, Any]:
-    floor = each.floor(ceilings)
+def _details(each: Measured) -> dict[str, Any]:
+    floor = each.floor
     return {
         "model": each.model.name,
         "batch_size": each.model.recipe.batch_size,
         "parameters": each.parameters,
+        "threads": each.threads,
         "steps_a_call": each.steps_a_call,
         **in_full("step", each.step),
         **in_full("sample", each.sample),
         **in_full("sample_in_graph", each.sample_in_graph),
         **in_full("bulk_sample", each.bulk),
         "floor_ms": 1e3 * floor if floor else None,
+        "product_flops": each.ceilings and each.ceilings.product,
+        "copy_bytes_a_second": each.ceilings and each.ceilings.copy,
         "operations": each.counts and each.counts.operations,
         "moved_bytes": each.counts and each.counts.moved,
         "activation_bytes": each.counts and each.counts.activations,
@@ -238,41 +282,52 @@ def _details(each: Measured, ceilings: Ceilings) -> dict[str, Any]:
     }
 
 
-def _line(each: Measured, ceilings: Ceilings) -> str:
+def _line(each: Measured) -> str:
     if each.step is None:
         return f"{each.model.name}: {each.failure}"
-    floor = each.floor(ceilings)
+    floor = each.floor
     share = f", {100 * floor / each.step.median:.2g} % of it the floor" if floor else ""
     sample = f", {1e3 * each.sample.median:.3g} ms a sample" if each.sample else ""
     return f"{each.model.name}: {1e3 * each.step.median:.3g} ms a step{share}{sample}"
 
 
-def _machine(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    n = torch.get_num_threads()
-    return f"{n} CPU thread{'s' * (n > 1)}" if device.type == "cpu" else device.type.upper()
-
-
-def _about(device: torch.device, ceilings: Ceilings, memory: bool) -> str:
+def _notes(device: torch.device, measured: Sequence[Measured], memory: bool) -> list[Note]:
     cuda = device.type == "cuda"
-    return (
-        "A step is the whole of it, batch, forward, backward, Adam and tracking, at the recipe's batch size, on made-up data of "
-        "the data set's shape"
-        + (", in CUDA graphs as in training" if cuda else "")
-        + ". Times are medians over blocks of at least 10 ms after a warm-up, with the 10 % and 90 % quantiles of the blocks; "
-        "models of a family took turns. Exact / this: how many times as long the exact twin's step takes. Floor: the larger of "
-        "operations over the product rate and bytes over the copy rate, measured in this run: "
-        f"{ceilings}. Operations are those of products, convolutions and factorisations; bytes are 7 passes over the parameters "
-        "(weight and two moments read and written, gradient once), 2 over tracked inverses, and 2 over what is kept for the "
-        "backward pass. Bare: the matrix products that the self-normalizing step cannot do without, and Adam. A sample is drawn "
-        "by the fastest inverse, one at a time and waited for; "
-        + ("in a graph where none of it waits for the device; " if cuda else "a graph is for CUDA; ")
-        + f"samples/s: {BULK} at once. Paper's ms: a step of Keller et al. (2021), on a 1080 Ti, CIFAR-10 on a Titan X. "
-        + (
+    ceilings = {each.threads: each.ceilings for each in measured}
+    rates = "; ".join(f"{found}{with_threads(number)}" for number, found in ceilings.items())
+    step, floor = COLUMNS[1:4], COLUMNS[6:8]
+    bare = any(each.model.bare for each in measured)
+    return [
+        Note(
+            "A step is the whole of it, batch, forward, backward, Adam and tracking, at the recipe's batch size, on made-up data "
+            "of the data set's shape" + (", in CUDA graphs as in training." if cuda else "."),
+            step,
+        ),
+        Note(
+            "Times are medians over blocks of at least 10 ms after a warm-up, with the 10 % and 90 % quantiles of the blocks; "
+            "models of a family took turns.",
+            step,
+        ),
+        Note("Exact / this: how many times as long the exact twin's step takes.", ("exact / this",)),
+        Note("Threads: of the CPU, as many as the recipe trains with.", ("threads",)),
+        Note(
+            "Floor: the larger of operations over the product rate and bytes over the copy rate, measured in this run"
+            + (f": {rates}. " if rates else ". ")
+            + "Operations are those of products, convolutions and factorisations; bytes are 7 passes over the parameters "
+            "(weight and two moments read and written, gradient once), 2 over tracked inverses, and 2 over what is kept for the "
+            "backward pass.",
+            floor,
+        ),
+        *([Note("Bare: the matrix products that the self-normalizing step cannot do without, and Adam.")] if bare else []),
+        Note("A sample is drawn by the fastest inverse, one at a time and waited for.", ("ms a sample",)),
+        Note("In a graph: where none of it waits for the device.", ("in a graph",)),
+        Note(f"Samples/s: {BULK} at once.", ("samples/s",)),
+        Note("Paper's ms: a step of Keller et al. (2021), on a 1080 Ti, CIFAR-10 on a Titan X.", ("paper's ms",)),
+        Note(
             "Peak memory: of building and stepping, data set aside, "
-            + ("as torch's allocator counts it, without cuBLAS's workspaces." if cuda else "in a process of its own.")
-            if memory
-            else "Peak memory was not measured."
+            + ("as torch's allocator counts it, without cuBLAS's workspaces." if cuda else "in a process of its own."),
+            ("peak MiB",),
         )
-    )
+        if memory
+        else Note("Peak memory was not measured."),
+    ]

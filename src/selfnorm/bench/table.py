@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import platform
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +18,14 @@ from selfnorm.precision import networks_in_bf16
 from selfnorm.report.provenance import provenance
 
 Cell = str | int | float | None
+Told = Callable[[str], object]  # is called with a line: about what was just measured, or what is being measured now
+
+
+class Note(NamedTuple):
+    """A sentence or two about a table. columns: those that it explains; for none, all of them."""
+
+    text: str
+    columns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -23,23 +34,34 @@ class BenchTable:
 
     details:   all figures by name, with units, for programs.
     failures:  why figures are missing, a line each.
+    stopped:   where it was stopped before its end, if it was.
     """
 
     title: str
-    about: str
+    notes: Sequence[Note]
     columns: tuple[str, ...]
     rows: list[list[Cell]]
     source: dict[str, str | None]
     details: list[dict[str, Any]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    stopped: str = ""
+
+    @property
+    def about(self) -> str:
+        return " ".join(note.text for note in self.notes)
+
+    @property
+    def heading(self) -> str:
+        """The title, which says so if this is a part of a table."""
+        return self.title + (f" (partial: {self.stopped})" if self.stopped else "")
 
     def report(self) -> dict[str, Any]:
         return {
-            "title": self.title,
+            "title": self.heading,
             "about": self.about,
             "columns": list(self.columns),
             "rows": self.rows,
-            "provenance": self.source,
+            "provenance": self.source | ({"partial": self.stopped} if self.stopped else {}),
             "details": self.details,
         }
 
@@ -48,9 +70,43 @@ class BenchTable:
         write_text(path, json_text(self.report(), indent=1) + "\n")
 
 
-def source_of(device: torch.device, command: str | None, clocks: tuple[int | None, int | None]) -> dict[str, str | None]:
+@dataclass
+class Measuring:
+    """stopped: whether it was interrupted."""
+
+    stopped: bool = False
+
+    def after(self, done: int, total: int, what: str) -> str:
+        """Where it was stopped; nothing if it was not."""
+        return f"stopped after {done} of {total} {what}" if self.stopped else ""
+
+
+@contextmanager
+def measuring(device: torch.device) -> Iterator[Measuring]:
+    """In this block random draws change no one else's, and an interruption (^C) ends the block alone, so that what has been
+    measured by then can be shown."""
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+    found = Measuring()
+    with torch.random.fork_rng([index] if device.type == "cuda" else []):
+        try:
+            yield found
+        except KeyboardInterrupt:
+            found.stopped = True
+
+
+def machine_of(device: torch.device, threads: Iterable[int] = ()) -> str:
+    """A GPU's name; of a CPU how many threads are used, by default as many as torch is set to."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    used = sorted({*threads} or {torch.get_num_threads()})
+    return f"{platform.machine()} {device.type.upper()}, {' and '.join(map(str, used))} thread{'s' * (used != [1])}"
+
+
+def source_of(
+    device: torch.device, command: str | None, clocks: tuple[int | None, int | None], threads: Iterable[int] = ()
+) -> dict[str, str | None]:
     """Provenance, with the precision of products and, of a GPU, how fast its clock was before and after."""
-    source = provenance(device, command)
+    source = provenance(device, command) | {"machine": machine_of(device, threads)}
     if networks_in_bf16():
         source["precision"] = "bf16"
     elif device.type == "cuda":

@@ -1,8 +1,9 @@
-"""Pictures of timings: bars of models beside each other, and lines of layers as they grow."""
+"""Pictures of timings: bars or dots of models beside each other, and lines of layers as they grow."""
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from selfnorm.report.canvas import new_figure, png, rendered, write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+SPAN = 10  # from the smallest time to the largest: up to here bars, from here on dots
 
 
 @dataclass(frozen=True)
@@ -30,28 +33,43 @@ class Bar:
 
 
 def bars(path: str | Path, title: str, shown: Sequence[Bar], xlabel: str = "ms a training step") -> None:
-    """Horizontal bars on a logarithmic axis, in the order given, with their spread, their floors, and their medians as text."""
+    """A line for each, in the order given, with its spread, its floor, and its median as text.
+
+    Bars from 0 on where the largest is less than `SPAN` times the smallest. Otherwise dots on a logarithmic axis, on which a
+    length would mean nothing.
+    """
     if not shown:
         raise ValueError("bars: expected at least one time to draw, got none")
     floors = [bar.floor for bar in shown if bar.floor]
-    left = min([*(bar.low for bar in shown), *floors]) / 1.6
-    right = max(bar.high for bar in shown) * 2.2
+    highest, lowest = max(bar.high for bar in shown), min(bar.low for bar in shown)
+    linear = highest < SPAN * lowest
     figure = new_figure(8.2, 1.3 + 0.27 * len(shown))
     ax = figure.add_subplot()
     groups = list(dict.fromkeys(bar.group for bar in shown))
     for place, bar in enumerate(shown):
-        ax.barh(place, bar.median - left, left=left, height=0.66, color=f"C{groups.index(bar.group) % 10}", alpha=0.75)
+        colour = f"C{groups.index(bar.group) % 10}"
+        if linear:
+            ax.barh(place, bar.median, height=0.66, color=colour, alpha=0.75)
+        else:
+            ax.plot(bar.median, place, "o", color=colour, markersize=6)
         ax.plot([bar.low, bar.high], [place, place], color="0.2", linewidth=1.2, solid_capstyle="butt")
-        ax.text(bar.high * 1.06, place, short(bar.median), va="center", fontsize=8)
+        ax.annotate(short(bar.median), (bar.high, place), (6, 0), textcoords="offset points", va="center", fontsize=8)
         if bar.floor:
             ax.plot(bar.floor, place, "|", color="black", markersize=11, markeredgewidth=1.6)
-    ax.set(title=title, xlabel=xlabel, xscale="log", xlim=(left, right), ylim=(len(shown) - 0.4, -0.6))
+    figure.suptitle(textwrap.fill(title, 90), fontsize=11)
+    ax.set(xlabel=xlabel, ylim=(len(shown) - 0.4, -0.6))
     ax.set_yticks(range(len(shown)), [bar.label for bar in shown], fontsize=8)
-    _plain_logarithms(ax, "x")
-    ax.grid(axis="x", color="0.9")
+    if linear:
+        ax.set_xlim(0, 1.12 * highest)
+    else:
+        ax.set(xscale="log", xlim=(min([lowest, *floors]) / 1.6, highest * 2.2))
+        _plain_logarithms(ax, "x")
+    ax.grid(axis="x" if linear else "both", color="0.9")
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
-    notes = "bar: median; thin line: 10 % to 90 % of the blocks" + ("; black mark: the floor" if floors else "")
+    notes = f"{'bar' if linear else 'dot'}: median; thin line: 10 % to 90 % of the blocks" + (
+        "; black mark: the floor" if floors else ""
+    )
     figure.supxlabel(notes, fontsize=8, color="0.35")
     write(path, png(rendered(figure)))
 
@@ -87,14 +105,17 @@ def growth(
             )
             sizes += at
         ax.set(title=name, xlabel="dimensions D", xscale="log", yscale="log")
-        ax.legend(frameon=False, fontsize=8, loc="upper left")
+        ax.legend(frameon=False, fontsize=8, loc="best")
         ax.grid(color="0.9")
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("ms a step")
     for ax in axes:
         _powers_of_two(ax, sorted(set(sizes)))
         _plain_logarithms(ax, "y")
-    figure.suptitle(title, fontsize=11)
+    if any(slope is not None for kinds in slopes.values() for slope in kinds.values()):
+        note = "$D^s$: s is the slope of log time against log D, over the upper half of the dimensions"
+        figure.supxlabel(note, fontsize=8, color="0.35")
+    figure.suptitle(textwrap.fill(title, 50 * len(panels)), fontsize=11)
     write(path, png(rendered(figure)))
 
 
