@@ -21,7 +21,7 @@ LAYERS = {
     "linear 1": (lambda: TrackedLinear(1), (1,)),
     "linear": (lambda: TrackedLinear(37), (37,)),
     "3x3": (lambda: TrackedConv2d(2, 3, (5, 4)), (2, 5, 4)),
-    "one channel": (lambda: TrackedConv2d(1, 3, (7, 9)), (1, 7, 9)),
+    "one channel": (lambda: TrackedConv2d(1, 3, (5, 4)), (1, 5, 4)),
     "5x1": (lambda: TrackedConv2d(3, (5, 1), (3, 4), bias=False), (3, 3, 4)),
     "one pixel": (lambda: TrackedConv2d(5, 3, (1, 1)), (5, 1, 1)),
     "several tiles": (lambda: TrackedConv2d(2, 3, (9, 8)), (2, 9, 8)),
