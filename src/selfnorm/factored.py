@@ -82,11 +82,6 @@ class Collector:
             add_to_grad(shared)
             records = [record for record in records if not any(record is other for other in shared)]
 
-    def densify(self) -> None:
-        """Put all into `.grad`, for whoever needs gradients as they are, to clip them, say."""
-        records, self._records = self._records, []
-        add_to_grad(records)
-
 
 def add_to_grad(records: list[Record]) -> None:
     for record in records:

@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs: what takes the host 5 ms to ask for, kernel by kernel, takes the device a tenth of a millisecond.
+"""Steps as CUDA graphs: a small step takes the host far longer to ask for, kernel by kernel, than the device to do.
 
 The batches of a whole block of steps are made at once by one graph: gathered, augmented, dequantised, and sent through the layers
 in front that have nothing to train. Another graph holds several training steps: loss, backward, clipping, Adam, trackers,
@@ -166,13 +166,11 @@ class CapturedStep:
             record.apply_adam(self._state, self._rates[step], self._frozen, self._late_failure, BETAS, EPS)
         self.optimizer.zero_grad(set_to_none=True)
         self.mark("after the step")
-        if type(self.loss.penalty) is not Fixed:  # to which an error that is not a number means that nothing was done
-            frozen = torch.where(self._frozen > 0, torch.nan, metrics.reconstruction)
-            moving = Metrics(metrics.surrogate, frozen)
-        else:
-            moving = metrics
+        taken = metrics
+        if type(self.loss.penalty) is not Fixed:  # multipliers stay where they are if an error is not a number
+            taken = metrics._replace(reconstruction=torch.where(self._frozen > 0, torch.nan, metrics.reconstruction))
         with branching(self._trackers if self._graphs.capturing else None, joined=False):  # each beside the others
-            self.loss.after_step(moving, generator=generator)
+            self.loss.after_step(taken, generator=generator)
         if not self._late:
             self._wait_for_trackers()
         torch.cat([value.detach().view(1), metrics.surrogate.view(1), metrics.reconstruction], out=self._history[step])
