@@ -345,10 +345,8 @@ def test_a_step_that_changes_nothing_moves_no_multiplier(device, penalty):
 def test_a_sketch_that_is_lost_stays_so_until_it_is_settled(device):
     step = made(CapturedStep, device, recipe="digits-fc-sketch")
     layer = step.loss.flow.bijection[3]
-    with torch.no_grad():
-        layer.weight_inv.mul_(1.3)
-        inverse = layer.weight_inv.clone()
-    layer.residual.fill_(layer.largest_residual)
+    inverse = layer.weight_inv.clone()
+    layer.residual.fill_(layer.largest_residual)  # though it is a good one, which the next estimate would find
     layer.track()
     assert layer.residual >= layer.largest_residual
     assert torch.equal(layer.weight_inv, inverse)
@@ -377,3 +375,14 @@ def test_only_what_leaves_the_host_nothing_to_decide_is_captured():
     for setting in ("polish=newton-schulz", "debias=2"):
         assert not can_be_captured(made(EagerStep, torch.device("cpu"), setting).loss, step.batches)
     assert not can_be_captured(step.loss.double(), step.batches)
+
+
+def test_an_update_that_failed_itself_is_not_counted(device):
+    step = made(CapturedStep, device)
+    for index in range(2):
+        step(0, index, 1e-3)
+    step._late_failure.fill_(1.0)
+    step(0, 2, 1e-3)
+    assert step.failed
+    assert not step._late_failure
+    assert steps_taken(step.optimizer) == 1, "the second is the one that failed"
