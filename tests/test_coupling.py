@@ -31,10 +31,10 @@ def network_by_hand(affine, context):
     return 2 * torch.tanh(h[:, 0::2] / 2), h[:, 1::2]
 
 
-def shaken(layer):
+def shaken(layer, by=0.5):
     with torch.no_grad():
         for parameter in layer.parameters():
-            parameter.add_(0.5 * torch.randn_like(parameter))
+            parameter.add_(by * torch.randn_like(parameter))
     return layer
 
 
@@ -93,13 +93,14 @@ COUPLINGS = [
     ((2, 20, 3, 2), 40, 0),
     ((7, 4, 9, 5), 17, 1),
 ]
-# Largest relative error, in norm, of values and of gradients. Log-determinants here are sums of both signs, and with tensor cores
-# a ReLU may open that was closed, so that more than the last digits differ; the kernels by themselves are tested to the last one.
+# Largest relative error, in norm, of values and of gradients. With tensor cores a ReLU may open that was closed, so that more
+# than the last digits differ, the more so the larger the weights; the kernels by themselves are tested to the last one.
 # bfloat16 is compared with plain code that rounds in the same places, but on CUDA once more where it adds a bias.
 TOLERANCE = {
     "cpu": {"float32": (5e-6, 2e-5), "tf32": (5e-6, 2e-5), "bf16": (5e-3, 3e-2)},
-    "cuda": {"float32": (5e-6, 2e-5), "tf32": (1e-2, 1e-1), "bf16": (5e-2, 2e-1)},
+    "cuda": {"float32": (5e-6, 2e-5), "tf32": (3e-3, 1e-1), "bf16": (5e-2, 2e-1)},
 }
+SHAKEN_BY = {"float32": 0.5, "tf32": 0.1, "bf16": 0.1}
 
 
 def surrogate_and_gradients(layer, x, context, grad_z, grad_log_det):
@@ -120,23 +121,27 @@ def expect_close_to_float64(layer, x, context, value):
     with precision(value):
         expected = surrogate_and_gradients(layer, *given)
         got = surrogate_and_gradients(layer.float(), *(None if tensor is None else tensor.float() for tensor in given))
-    for tolerance, ours, theirs in zip(TOLERANCE[x.device.type][value], got, expected, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
-            assert a.dtype == torch.float32 and a.shape == b.shape
-            assert (a - b).norm() <= tolerance * b.norm() + 1e-30
+    (z, log_det), gradients = expected
+    # A log-determinant is a sum of both signs: its error is measured by how many there are, each up to 2.
+    sizes = [z.norm(), log_det.abs().clamp(min=z[0].numel()).norm() / 10, *(gradient.norm() for gradient in gradients)]
+    of_values, of_gradients = TOLERANCE[x.device.type][value]
+    tolerances = [of_values, of_values, *len(gradients) * [of_gradients]]
+    for ours, theirs, size, tolerance in zip([*got[0], *got[1]], [z, log_det, *gradients], sizes, tolerances, strict=True):
+        assert ours.dtype == torch.float32 and ours.shape == theirs.shape
+        assert (ours - theirs).norm() <= tolerance * size + 1e-30
 
 
 @pytest.mark.parametrize("value", PRECISIONS)
 @pytest.mark.parametrize(("shape", "hidden", "context_channels"), COUPLINGS)
 def test_the_fused_coupling_is_the_plain_one(device, kernels, poisoned, value, shape, hidden, context_channels):
-    layer = shaken(AffineCoupling(shape[1], hidden, context_channels)).to(device)
+    layer = shaken(AffineCoupling(shape[1], hidden, context_channels), SHAKEN_BY[value]).to(device)
     context = torch.randn(shape[0], context_channels, *shape[2:], device=device) if context_channels else None
     expect_close_to_float64(layer, torch.randn(shape, device=device), context, value)
 
 
 @pytest.mark.parametrize("value", PRECISIONS)
 def test_a_fused_prior_is_the_plain_one(device, kernels, poisoned, value):
-    layer = shaken(ConditionalAffine(3, 2, 9)).to(device)
+    layer = shaken(ConditionalAffine(3, 2, 9), SHAKEN_BY[value]).to(device)
     expect_close_to_float64(layer, torch.randn(2, 3, 4, 3, device=device), torch.randn(2, 2, 4, 3, device=device), value)
 
 

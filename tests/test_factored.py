@@ -174,7 +174,9 @@ def test_what_is_shared_becomes_an_ordinary_gradient(device, kernels, kind, how)
     other.zero_grad()
     with factored_gradients() as collected:
         run()
-    (record,) = collected.take()
+    before = []  # what stood in .grad when `wait` was called, which is to come first
+    (record,) = collected.take(wait=lambda: before.append(layer.weight.grad is None))
+    assert before == [how != "a gradient beside"]
     assert record.parameters[0] is other.weight and other.weight.grad is None
     for parameter, gradient in zip(layer.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
@@ -188,7 +190,7 @@ def test_a_record_goes_where_the_forward_pass_said(device, kernels):
             thread = threading.Thread(target=value.backward)
             thread.start()
             thread.join()
-    assert second.take() == [] and len(first.take()) == 1
+    assert second.take() == [] and len(first.take(wait=lambda: pytest.fail("nothing to wait for"))) == 1
     with factored_gradients():
         pass
     loss_of(layer, x).backward()

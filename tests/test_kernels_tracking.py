@@ -15,7 +15,8 @@ from selfnorm.streams import Branches, branching
 pytest.importorskip("triton")
 
 from selfnorm.kernels import tracking
-from selfnorm.kernels.tracking import error_of, error_of_convolution, follow, tap_means
+from selfnorm.kernels.tracking import error_of, error_of_convolution, error_of_matrix, follow, tap_means
+from selfnorm.precision import precision
 
 LAYERS = {
     "linear 1": (lambda: TrackedLinear(1), (1,)),
@@ -97,6 +98,33 @@ def test_the_two_passes(device, kernels, monkeypatch, rows, programs):
     follow(R, error, squares, residual, 0.99 * norm)
     assert torch.equal(R, start)
     close(residual, expected.norm())
+
+
+@pytest.mark.parametrize("size", [1, 3, 31, 64, 101])
+def test_the_error_of_a_matrixs_inverse(device, kernels, size):
+    """Far nearer than by TF32, which would be off by 5e-4."""
+    R, W = single(device, size, size), single(device, size, size)
+    expected = torch.eye(size).to(device) - R.double() @ W.double()
+    error, squares = error_of_matrix(R.mT.contiguous().mT, W.mT.contiguous().mT)
+    assert (error - expected).norm() <= 3e-5 * R.norm() * W.norm() / math.sqrt(size)
+    close(squares.sum(), error.double().square().sum())
+
+
+@pytest.mark.gpu
+def test_with_tf32_an_ill_conditioned_inverse_is_kept_up():
+    """In TF32 alone, a perfect R of W with condition 3,000 would seem lost."""
+    layer = TrackedLinear(100)
+    u, v = (torch.linalg.qr(torch.randn(100, 100))[0] for _ in range(2))
+    with torch.no_grad():
+        layer.weight.copy_(u * torch.logspace(0, -3.5, 100) @ v)
+        layer.weight_inv.copy_(layer.weight.inverse())
+    layer.to("cuda", torch.float32)
+    W, R = layer.weight.detach().double(), layer.weight_inv.double()
+    E = torch.eye(100).to(R) - R @ W
+    with precision("tf32"):
+        layer.track()
+    assert E.norm() < 0.01 and not torch.equal(layer.weight_inv.double(), R)
+    torch.testing.assert_close(layer.residual.double(), E.norm(), rtol=0.05, atol=0.05)
 
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # of the step-by-step kernels

@@ -64,10 +64,11 @@ class Collector:
     def append(self, record: Record) -> None:
         self._records.append(record)
 
-    def take(self) -> list[Record]:
+    def take(self, *, wait: Callable[[], None] | None = None) -> list[Record]:
         """The records, which are then forgotten here; none of them shares a parameter with another, or with a `.grad`.
 
         Where a layer was used twice, or something else gave one of its weights a gradient, its records go into `.grad`.
+        wait:  called before any is multiplied out, for which all that it is made of has to be there.
         """
         records, self._records = self._records, []
         while True:
@@ -79,6 +80,8 @@ class Collector:
             ]
             if not shared:
                 return records
+            if wait is not None:
+                wait()
             add_to_grad(shared)
             records = [record for record in records if not any(record is other for other in shared)]
 

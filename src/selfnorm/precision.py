@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 
 Precision = Literal["float32", "tf32", "bf16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -58,3 +59,8 @@ def full_float32() -> Iterator[None]:
         yield
     finally:
         matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
+def summed_in_float32(a: Tensor, b: Tensor) -> Tensor:
+    """The product of two matrices of bfloat16 numbers, in float32."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()

@@ -8,6 +8,10 @@ Newton–Schulz, R ← R + (I − RW)R, is two products with a pass after each:
 Each program of the second pass adds up all partial sums by itself, in a fixed order: there are a few hundred. If W = T(w) is a
 convolution, a row of RW is flip(w) ⋆ (that row of R, seen as an image), so product and first pass are one kernel.
 
+E is a small difference of large numbers, for which TF32 is too coarse. Where products may be rounded to it, each is made of
+three: of TF32 for convolutions; of bfloat16 for matrices, RW ≈ R₁W₁ + R₁W₂ + R₂W₁ with R = R₁ + R₂ and W = W₁ + W₂ to 16 bits,
+as a single product [R₁ R₁ R₂][W₁; W₂; W₁].
+
 The gradient of log|det T(w)|, with R for T(w)⁻¹, is for each tap (o, i, k, l) the sum of Rᵀ's entries that stand where T(w)
 holds it, those at R[(i, p + offset of (k, l)), (o, p)] over the pixels p that read a pixel through it: `tap_means`. It reads
 these H·W·C²·kh·kw numbers alone, and asks nothing of the way back. Float32; images and kernels as `conv.fits` says.
@@ -22,6 +26,7 @@ from torch import Tensor
 
 from selfnorm.kernels.conv import convolved, shape_of, tiling
 from selfnorm.kernels.dispatch import allows_tf32
+from selfnorm.precision import summed_in_float32
 
 PROGRAMS = 256  # for a pass over a matrix: enough to keep a large card busy, few enough to add up what each has found
 
@@ -36,12 +41,16 @@ def error_of(product: Tensor) -> tuple[Tensor, Tensor]:
     return product, squares
 
 
-def error_of_convolution(R: Tensor, w: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """R (D, D), kernel w -> E = I − R T(w) for images of this size, and partial sums of E² (D,): one kernel, reads R, writes E.
+def error_of_matrix(R: Tensor, W: Tensor) -> tuple[Tensor, Tensor]:
+    """R, W (m, m) -> E = I − RW, to about 1e-5 of |R||W|, and partial sums of E²: a product, with a pass before and after it."""
+    R, W, rows = R.contiguous(), W.contiguous(), R.shape[0]
+    left, right = R.new_empty(rows, 3 * rows, dtype=torch.bfloat16), R.new_empty(3 * rows, rows, dtype=torch.bfloat16)
+    _split_kernel[(triton.cdiv(R.numel(), 1024),)](R, W, left, right, R.numel(), rows, BLOCK=1024, num_warps=4)
+    return error_of(summed_in_float32(left, right))
 
-    E is a small difference of large numbers, so where products may be rounded to TF32 each is made of three, which is nearly
-    exact.
-    """
+
+def error_of_convolution(R: Tensor, w: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """R (D, D), kernel w -> E = I − R T(w) for images of this size, and partial sums of E² (D,): one kernel."""
     images = R.contiguous().view(-1, w.shape[1], *size)
     error, squares = torch.empty_like(images), R.new_empty(R.shape[0])
     shape = shape_of(images) | {"PRECISION": "tf32x3" if allows_tf32() else "ieee"}
@@ -93,6 +102,29 @@ def _error_kernel(matrix, squares, numel, rows, BLOCK: tl.constexpr, STEPS: tl.c
         tl.store(matrix + at, error, mask=inside)
         total += error * error
     tl.store(squares + tl.program_id(0), tl.sum(total, axis=0))
+
+
+@triton.jit
+def _split_kernel(R, W, left, right, numel, rows, BLOCK: tl.constexpr):
+    """[R₁ R₁ R₂] and [W₁; W₂; W₁]."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numel
+    high, low = _halves(tl.load(R + at, mask=inside, other=0.0))
+    place = left + at + at // rows * (2 * rows)
+    tl.store(place, high, mask=inside)
+    tl.store(place + rows, high, mask=inside)
+    tl.store(place + 2 * rows, low, mask=inside)
+    high, low = _halves(tl.load(W + at, mask=inside, other=0.0))
+    tl.store(right + at, high, mask=inside)
+    tl.store(right + numel + at, low, mask=inside)
+    tl.store(right + 2 * tl.cast(numel, tl.int64) + at, high, mask=inside)
+
+
+@triton.jit
+def _halves(x):
+    """Two numbers of bfloat16 whose sum is x to 16 bits."""
+    high = x.to(tl.bfloat16)
+    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit

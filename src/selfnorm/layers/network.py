@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.linear import backward_in_full_precision, refuse_second_derivative
-from selfnorm.precision import networks_in_bf16
+from selfnorm.precision import networks_in_bf16, summed_in_float32
 
 # Beyond these the kernels' tiles, which hold all taps of all channels, would not fit into registers.
 WIDEST_GUIDE, WIDEST_CHANGE = 128, 64
@@ -151,6 +151,4 @@ def _hidden(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a·b in float32, of whatever a and b are."""
-    if a.dtype == torch.float32:
-        return a @ b
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+    return a @ b if a.dtype == torch.float32 else summed_in_float32(a, b)

@@ -26,7 +26,7 @@ from selfnorm.checks import count, describe, expect_shape, pair
 from selfnorm.convmatrix import convolve, flip, tap_sums
 from selfnorm.factored import Collector, SingleRecord, collector_for
 from selfnorm.inverses import invert, sketch_and_project, transposed, widen
-from selfnorm.kernels.dispatch import usable
+from selfnorm.kernels.dispatch import allows_tf32, usable
 from selfnorm.layers.kept import KeptInverse
 from selfnorm.layers.linear import (
     ConvMap,
@@ -211,6 +211,13 @@ class TrackedLinear(_Tracked, DenseMap):
 
     def multiply_rows(self, rows: Tensor) -> Tensor:
         return rows @ self.weight
+
+    def error(self) -> tuple[Tensor, Tensor]:
+        from selfnorm.kernels.tracking import error_of_matrix
+
+        if not allows_tf32():  # then cuBLAS is as fast as the units allow
+            return super().error()
+        return error_of_matrix(self.weight_inv, self.weight)
 
     def pull_back(self, R: Tensor, scale: Tensor) -> Tensor:
         return transposed(R).mul_(scale)

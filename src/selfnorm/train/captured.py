@@ -21,7 +21,7 @@ from selfnorm.factored import factored_gradients
 from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
 from selfnorm.objective import Fixed, Loss, Metrics
-from selfnorm.streams import Branches, branching
+from selfnorm.streams import Branches, beside, branching
 from selfnorm.train.step import BETAS, EPS, adam_state, unmarked
 
 # The first steps run as they are: they compile kernels and make libraries allocate what cannot be allocated in a capture.
@@ -149,8 +149,7 @@ class CapturedStep:
             self.mark("the rest of the loss", backward=True)
             value.backward(self._one)
         self.mark("norm of the gradient")
-        self._wait_for_trackers()  # from here on somebody may read what they write
-        factored = collected.take() if collected else []
+        factored = collected.take(wait=self._wait_for_trackers) if collected else []
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         # Norms, since a gradient whose square overflows is none that Adam could use.
         checked = [torch.stack(torch._foreach_norm(gradients))] if gradients else []
@@ -160,10 +159,13 @@ class CapturedStep:
         # What gradient scaling uses: one kernel looks at all of it (and multiplies by 1), and raises the flag.
         torch._amp_foreach_non_finite_check_and_unscale_([*checked, value.detach()], self.failed, self._one)
         self.mark("Adam")
+        self._wait_for_trackers()  # from here on somebody may read what they write
         self._begin_update()
-        self._adam(self._rates[step])
-        for record in factored:
-            record.apply_adam(self._state, self._rates[step], self._frozen, self._late_failure, BETAS, EPS)
+        with branching(self._branches if self._graphs.capturing else None):
+            for record in factored:
+                with beside():
+                    record.apply_adam(self._state, self._rates[step], self._frozen, self._late_failure, BETAS, EPS)
+            self._adam(self._rates[step])
         self.optimizer.zero_grad(set_to_none=True)
         self.mark("after the step")
         taken = metrics
