@@ -6,6 +6,9 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from selfnorm.files import write_text
 
@@ -19,6 +22,11 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
+def any_device() -> torch.device:
+    """An accelerator, if there is one."""
+    return (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None) or torch.device("cpu")
+
+
 def record(
     path: Path | None,
     *,
@@ -27,11 +35,16 @@ def record(
     columns: Sequence[str],
     rows: Sequence[Sequence[Cell]],
     provenance: Mapping[str, str | None],
+    metrics: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Print the rows, and write all of it to a file if one is named."""
+    """Print the rows, and write all of it to a file if one is named, with metrics that are too long for a table."""
     for row in rows:
         print("   ".join(f"{column}: {cell}" for column, cell in zip(columns, row, strict=True) if cell is not None))
     if path:
         report = {"title": title, "about": about, "columns": columns, "rows": rows, "provenance": provenance}
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        text = json.dumps(report, indent=1, ensure_ascii=False)
+        if metrics:
+            lines = ",\n  ".join(map(json.dumps, metrics))
+            text = text.removesuffix("\n}") + f',\n "metrics": [\n  {lines}\n ]\n}}'
+        write_text(path, text + "\n")

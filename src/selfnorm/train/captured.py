@@ -37,10 +37,7 @@ def can_be_captured(loss: Loss, batches: TrainingBatches) -> bool:
 
 
 class CapturedStep:
-    """A `Step` that takes several steps a call and never reads the device. On a CPU the same without graphs, for tests.
-
-    losses:  of the last call's steps, as the eager step's would be.
-    """
+    """A `Step` that takes several steps a call and never reads the device. On a CPU the same without graphs, for tests."""
 
     def __init__(self, loss: Loss, optimizer: torch.optim.Adam, batches: TrainingBatches, clip: float | None) -> None:
         self.loss, self.optimizer, self.batches, self.clip = loss, optimizer, batches, clip

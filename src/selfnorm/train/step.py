@@ -28,10 +28,12 @@ class Step(Protocol):
              while it is applied, and is found wanting there alone, have the other weights taken that step; it is not counted.
     lost:    likewise, raised by a step after which a tracker has lost its inverse. The steps after that one change no weight,
              until the trackers are settled and `go_on` is called; then they are to be taken again.
+    losses:  of the last call's steps.
     """
 
     failed: Tensor
     lost: Tensor
+    losses: Tensor
 
     def reach(self, index: int) -> int:
         """How many steps a call at this step of an epoch takes."""
@@ -59,6 +61,7 @@ class EagerStep:
         self.failed = torch.zeros((), device=device, dtype=torch.float32)  # what Adam's switch wants
         self._raised = torch.ones_like(self.failed)
         self.lost = torch.zeros_like(self.failed)  # never: trackers are settled after each step
+        self.losses = torch.zeros(0, device=device)
 
     def reach(self, index: int) -> int:
         return 1
@@ -92,6 +95,7 @@ class EagerStep:
         self.mark("after the step")
         self.loss.after_step(metrics, generator=generator)
         self.mark("end")
+        self.losses = value.detach()[None]
         return Metrics(metrics.surrogate[None], metrics.reconstruction[None])
 
 

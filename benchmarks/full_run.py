@@ -1,0 +1,76 @@
+"""The course of a finished run, from its folder, in the shape that results are kept in.
+
+    selfnorm train mnist-fc-snf --run runs/fc
+    python benchmarks/full_run.py runs/fc --json results/mnist-fc-snf-h200.json
+
+The table has a few of the epochs; the file also holds all validations, under "metrics". Command, commit, machine and date are
+those of the run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from record import Cell, parser, record
+from selfnorm.recipes import find_recipe
+from selfnorm.runs import Result
+from selfnorm.train.folder import RunFolder
+
+SHOWN = 12
+
+
+def course(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each validation with what was said of its epoch's training."""
+    epochs = {each["epoch"]: each for each in records if each["kind"] == "epoch"}
+    return [
+        {
+            "epoch": each["epoch"],
+            "nll": round(each["nll"], 3),
+            "standard_error": round(each["standard_error"], 3),
+            "surrogate": round(epochs[each["epoch"]]["surrogate"], 3),
+            "reconstruction": [float(f"{error:.3g}") for error in epochs[each["epoch"]]["reconstruction"]],
+            "step_ms": round(1e3 * epochs[each["epoch"]]["step_seconds"], 4),
+            "seconds": round(each["seconds"], 1),
+        }
+        for each in records
+        if each["kind"] == "validation"
+    ]
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("run", type=Path)
+    chosen = options.parse_args()
+    folder = RunFolder(chosen.run)
+    result, metrics = Result.read(folder.result), course(folder.read_log())
+    best = min(range(len(metrics)), key=lambda index: metrics[index]["nll"])
+    shown = sorted({round((len(metrics) - 1) * (part / SHOWN) ** 2) for part in range(SHOWN + 1)} | {best})
+    rows: list[list[Cell]] = [
+        [
+            metrics[at]["epoch"],
+            metrics[at]["nll"],
+            max(metrics[at]["reconstruction"], default=None),
+            metrics[at]["step_ms"],
+            round(metrics[at]["seconds"] / 60, 2),
+        ]
+        for at in shown
+    ]
+    paper = find_recipe(result.recipe).paper
+    record(
+        chosen.json,
+        title=f"{result.recipe}, {result.epochs:,} epochs",
+        about=(
+            f"Test NLL {result.test} of the best weights by validation, those of epoch {result.best_epoch:,}"
+            f"{f' (the paper, {paper})' if paper else ''}; {result.seconds / 60:.1f} minutes of training and validation. Below: "
+            "exact validation NLL in nats, largest squared reconstruction error of a layer, milliseconds a step, minutes so far."
+        ),
+        columns=["epoch", "validation NLL", "reconstruction", "ms a step", "minutes"],
+        rows=rows,
+        provenance=result.provenance | {"epochs": str(result.epochs)},
+        metrics=metrics,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Several seeds of a recipe trained at once in one process, against one alone.
+
+    python benchmarks/seeds.py [RECIPE ...] [--epochs 40] [--json results/seeds-h200.json]
+
+Times whole epochs, without validation; the first quarter of them, in which kernels are compiled and graphs captured, is left out.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from record import Cell, any_device, parser, record
+from selfnorm.data.dataset import Dataset
+from selfnorm.recipe import Recipe
+from selfnorm.recipes import find_recipe
+from selfnorm.report.provenance import provenance
+from selfnorm.runs import dataset_of, settled
+from selfnorm.train.loop import Trainer
+from selfnorm.train.together import run_together
+
+SEEDS = (1, 3, 6)
+
+
+def milliseconds(recipe: Recipe, dataset: Dataset, seeds: int, device: torch.device) -> float:
+    """Of a step of all seeds together."""
+    ended: list[float] = []  # when each epoch of the first one was over
+
+    def report(told: dict[str, Any]) -> None:
+        if told["kind"] == "epoch":
+            ended.append(time.perf_counter())
+
+    first = Trainer(recipe, dataset, device=device, report=report)
+    trainers = [first, *(Trainer(replace(recipe, seed=seed), dataset, device=device) for seed in range(1, seeds))]
+    for trainer in trainers:
+        trainer.start()
+    run_together(trainers)
+    epochs = [after - before for before, after in pairwise(ended)][recipe.epochs // 4 :]
+    return 1e3 * statistics.median(epochs) / first.batches.steps_per_epoch
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("recipes", nargs="*", default=["mnist-fc-snf", "mnist-conv-snf"])
+    options.add_argument("--epochs", type=int, default=40)
+    chosen = options.parse_args()
+    device = any_device()
+    rows: list[list[Cell]] = []
+    for name in chosen.recipes:
+        recipe = settled(replace(find_recipe(name), epochs=chosen.epochs, validate_every=chosen.epochs))
+        dataset = dataset_of(recipe)
+        times = {seeds: milliseconds(recipe, dataset, seeds, device) for seeds in SEEDS}
+        for seeds, taken in times.items():
+            rows.append([name, seeds, round(taken, 4), round(taken / seeds, 4), round(seeds * times[1] / taken, 2)])
+            print(rows[-1], flush=True)
+    record(
+        chosen.json,
+        title="Several seeds at once",
+        about="Milliseconds a training step, of all seeds and for each, and how many times as fast as one seed after another.",
+        columns=["recipe", "seeds", "ms for all", "ms for each", "gain"],
+        rows=rows,
+        provenance=provenance(device, command="python benchmarks/seeds.py") | {"epochs": str(chosen.epochs)},
+    )
+
+
+if __name__ == "__main__":
+    main()
