@@ -8,6 +8,7 @@ import json
 import math
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from selfnorm.bench.floor import Ceilings, Counts, bare_step, count, measure_cei
 from selfnorm.bench.graph import captured
 from selfnorm.bench.models import MODELS, choose, default_models, families
 from selfnorm.bench.peers import FC, MISSING, Peer, peers_table
-from selfnorm.bench.scaling import Point, crossover, layer_step, rows_of, sizes, slope, times_of
+from selfnorm.bench.scaling import Point, crossover, layer_step, rows_of, scaling_table, sizes, slope, times_of
 from selfnorm.bench.steps import COLUMNS, steps_table
 from selfnorm.bench.table import significant
 from selfnorm.bench.timing import Effort, Failure, Timing, Work, clock_mhz, measure, reason_for, summary
@@ -141,6 +142,10 @@ def test_graphs_hold_what_never_waits():
     work.run()
     assert work.units == 5 and float(total) == before + 5
     assert captured(lambda: total.item(), device) is None
+    alone = weakref.ref(run := lambda: total.add_(1))
+    work = captured(run, device)
+    del run
+    assert alone() is not None, "the graph works on what only this may hold"
     assert torch.randn(3, device=device).isfinite().all()  # the generator is none the worse
     assert clock_mhz(device) is None or clock_mhz(device) > 100
 
@@ -280,6 +285,19 @@ def test_a_training_step_on_a_gpu_is_many():
     for _ in range(3):
         step.work.run()
     assert step.work.units > 1 and step.data_bytes > 0 and not step.failed()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("brief")
+def test_models_and_layers_that_take_turns_on_a_gpu():
+    """Whatever one of them frees, or a capture gives back to the device, the graphs of the others still need."""
+    device = torch.device("cuda")
+    chosen = [*choose(["digits-fc-*", "digits-conv-*"]), replace(MODELS["mnist-fc-bare"], shape=(1, 8, 8))]
+    table, _ = steps_table(chosen, device, effort=BRIEF, memory=False)
+    assert not table.failures and len(table.rows) == len(chosen)
+    table, points = scaling_table([32, 64, 128], device, effort=BRIEF)
+    assert not table.failures and all(point.timing for point in points)
+    assert {point.how for point in points if point.kind == "learned"} == {"graph"}
 
 
 # steps

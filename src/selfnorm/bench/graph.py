@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -35,4 +36,9 @@ def captured(run: Callable[[], object], device: torch.device, repeats: int = 1) 
         raise
     except RuntimeError:
         return None
-    return Work(graph.replay, repeats)
+    return Work(partial(_replay, graph, run), repeats)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, run: Callable[[], object]) -> None:
+    """run: only to be held, for the graph works on tensors that nobody else may hold."""
+    graph.replay()

@@ -71,8 +71,17 @@ def zuko_flow(kind: str, features: int) -> tuple[nn.Module, Loss]:
 def nflows_lu(features: int) -> tuple[nn.Module, Loss]:
     """Two LU-factored linear layers with a leaky ReLU between: the counterpart of our fully connected flow."""
     transforms = import_module("nflows.transforms")
-    layers = [transforms.LULinear(features), transforms.LeakyReLU(0.3), transforms.LULinear(features)]
-    return _nflows(transforms.CompositeTransform(layers), features)
+
+    class Leaky(transforms.LeakyReLU):  # type: ignore[name-defined, misc]
+        """Theirs, whose log-determinant is always on the CPU, on any device."""
+
+        def forward(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            log_det = (inputs < 0).to(inputs) * math.log(self.negative_slope)
+            return nn.functional.leaky_relu(inputs, self.negative_slope), log_det.sum(1)
+
+    return _nflows(
+        transforms.CompositeTransform([transforms.LULinear(features), Leaky(0.3), transforms.LULinear(features)]), features
+    )
 
 
 def nflows_coupling(features: int, layers: int = 4, hidden: int = 512) -> tuple[nn.Module, Loss]:
