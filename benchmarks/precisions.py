@@ -57,7 +57,8 @@ def main() -> None:
         ),
         columns=["precision", "test NLL", "±", "moved by"],
         rows=rows,
-        provenance=provenance(trainer.device, command="python benchmarks/precisions.py") | {"epochs": str(trainer.epoch)},
+        provenance=provenance(trainer.device, command=f"python benchmarks/precisions.py --epochs {chosen.epochs}")
+        | {"epochs": str(trainer.epoch)},
     )
     for value, most in MOST.items():
         if not abs(moved[value]) <= most:

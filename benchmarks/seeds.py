@@ -64,7 +64,8 @@ def main() -> None:
         about="Milliseconds a training step, of all seeds and for each, and how many times as fast as one seed after another.",
         columns=["recipe", "seeds", "ms for all", "ms for each", "gain"],
         rows=rows,
-        provenance=provenance(device, command="python benchmarks/seeds.py") | {"epochs": str(chosen.epochs)},
+        provenance=provenance(device, command=f"python benchmarks/seeds.py --epochs {chosen.epochs}")
+        | {"epochs": str(chosen.epochs)},
     )
 
 
