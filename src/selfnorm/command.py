@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 import sys
 from collections.abc import Callable
 from enum import StrEnum
@@ -15,6 +16,10 @@ import typer
 
 from selfnorm.display import ERR
 from selfnorm.train.stopping import DivergedError, StoppedError
+
+# Large tensors in large pages, where Linux lets programs ask for them: gradients of large weights are new memory at each step,
+# and the kernel hands it out page by page. torch reads this when it first allocates.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 app = typer.Typer(
     help="Self normalizing flows: train, evaluate, sample, and score with flows that learn their own inverse.",

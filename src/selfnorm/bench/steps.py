@@ -304,7 +304,7 @@ def _notes(device: torch.device, measured: Sequence[Measured], memory: bool) -> 
             step,
         ),
         Note(
-            "Times are medians over blocks of at least 10 ms after a warm-up, with the 10 % and 90 % quantiles of the blocks; "
+            "Times are medians over blocks after a warm-up, with the 10 % and 90 % quantiles of the blocks; "
             "models of a family took turns.",
             step,
         ),

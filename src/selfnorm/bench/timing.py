@@ -67,7 +67,8 @@ class Effort:
     @classmethod
     def of(cls, seconds: float) -> Effort:
         """About so many seconds for each candidate."""
-        return cls(seconds=seconds, warm_up=seconds / 2)
+        # Twenty blocks or more, each as long as that allows: in training, too, a step finds caches as the step before left them.
+        return cls(seconds=seconds, warm_up=seconds / 2, block=max(cls.block, seconds / 20))
 
 
 @dataclass

@@ -138,7 +138,8 @@ class TrainingBatches:
 
     def index(self, epoch: int, number: int) -> Tensor:
         """Which examples a block holds."""
-        return self.order(epoch)[: self.steps_per_epoch * self.batch_size].split(self.block * self.batch_size)[number]
+        rows = self.block * self.batch_size
+        return self.order(epoch)[number * rows : min((number + 1) * rows, self.steps_per_epoch * self.batch_size)]
 
     def prepare(self, stored: Tensor, generator: torch.Generator) -> Tensor:
         """Examples as stored to training data: augmented and dequantised."""
