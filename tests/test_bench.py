@@ -748,7 +748,7 @@ def test_steps_from_the_command():
     assert lines[3].startswith("digits-fc-snf") and lines[4].startswith("digits-fc-exact")
     assert "0/2  … steps of digits-fc-snf, digits-fc-exact in turn" in done.stderr and "2/2  digits-fc-exact: " in done.stderr
     assert lines[-2:] == ["  out/steps.json", "  out/steps.png"] and "digits-fc-snf: " in done.stderr
-    assert drawn("out/steps.png") and "digits-fc-exact" in build("out")
+    assert drawn("out/steps.png") and "digits-fc-exact" in build("out") and "](results/steps.png)" in build("out")
 
 
 @pytest.mark.usefixtures("brief")

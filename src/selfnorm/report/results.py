@@ -4,7 +4,8 @@
 
 A file holds one table: title, about (a sentence or two), columns, rows (a list of cells each, null for none), and provenance,
 which must name the command, commit, machine, date and torch that it was measured with, and may name more. Sections follow the
-files' names, cells are shown as they are stored, and the same files always make the same text.
+files' names, cells are shown as they are stored, with a picture of the same name if there is one, and the same files always make
+the same text.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def _section(path: Path) -> str:
     numeric = [all(isinstance(row[index], int | float | None) for row in rows) for index in range(len(result["columns"]))]
     table = [_line(result["columns"]), _line("---:" if number else "---" for number in numeric), *map(_line, rows)]
     source = f"{_provenance(result['provenance'])} · `results/{path.name}`"
-    return "\n".join([f"## {result['title']}", "", result["about"], "", *table, "", source, ""])
+    figure = path.with_suffix(".png")
+    picture = [f"![{result['title']}](results/{figure.name})", ""] if figure.exists() else []
+    return "\n".join([f"## {result['title']}", "", result["about"], "", *table, "", *picture, source, ""])
 
 
 def _read(path: Path) -> dict[str, Any]:
