@@ -193,8 +193,10 @@ def test_the_sums_over_taps(device, kernels, channels, size, sides):
     assert not zeros.any()
 
 
-@pytest.mark.parametrize("name", ["3x3", "one channel", "5x1", "several tiles", "one pixel"])
-@pytest.mark.parametrize("pixels", [None, 16])
+@pytest.mark.parametrize(
+    ("name", "pixels"),
+    [*((name, None) for name in ("3x3", "one channel", "5x1", "several tiles", "one pixel")), ("3x3", 16), ("one channel", 16)],
+)
 def test_the_error_of_a_convolutions_inverse(device, kernels, monkeypatch, name, pixels):
     """Whether a tile takes a whole image or a part of it."""
     if pixels:

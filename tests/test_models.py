@@ -25,7 +25,7 @@ from selfnorm.models import CONV, LINEAR, MIX, conv_flow, fc_flow, glow
 
 BUILDERS = {
     "fc": lambda kind: (fc_flow((1, 4, 4), linear=kind, levels=256), 256 * torch.rand(5, 1, 4, 4)),
-    "conv": lambda kind: (conv_flow((1, 8, 4), 2, 2, conv=kind, levels=256), 256 * torch.rand(5, 1, 8, 4)),
+    "conv": lambda kind: (conv_flow((1, 8, 4), 2, 1, conv=kind, levels=256), 256 * torch.rand(5, 1, 8, 4)),
     "glow": lambda kind: (glow((1, 8, 4), steps=2, hidden=8, mix=kind, levels=256), 256 * torch.rand(5, 1, 8, 4)),
     "glow-3x3": lambda kind: (glow((1, 8, 4), steps=1, hidden=8, mix=kind, mix_kernel_size=3), torch.randn(5, 1, 8, 4)),
 }
