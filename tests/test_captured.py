@@ -13,6 +13,7 @@ import torch
 from selfnorm.data import load_dataset
 from selfnorm.data.batches import Examples, TrainingBatches
 from selfnorm.inverses import ExactFactors
+from selfnorm.kernels.dispatch import used_on
 from selfnorm.layers.linear import LinearMap
 from selfnorm.layers.tracked import TrackedLinear
 from selfnorm.recipe import override
@@ -114,8 +115,18 @@ def test_any_steps_can_be_taken_again_from_the_middle_of_a_block(device):
     assert losses == pytest.approx([step_by_step[index] for index in (0, 3, 7, 11)], rel=1e-6)
 
 
+@pytest.fixture
+def plain():
+    """No kernels, on any device."""
+    with used_on():
+        yield
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # of step-by-step kernels
+@pytest.mark.parametrize("kind", ["plain", "fused"])
 @pytest.mark.parametrize("broken", ["loss", "gradient"])
-def test_a_failed_step_and_those_after_it_change_nothing(device, broken):
+def test_a_failed_step_and_those_after_it_change_nothing(device, broken, kind, request):
+    request.getfixturevalue("kernels" if kind == "fused" else "plain")
     step = made(CapturedStep, device)
     step(0, 0, 1e-3)
     layer = step.loss.flow.bijection[3]
@@ -244,9 +255,10 @@ def test_adam_counts_once_for_all(device):
     assert len(counts) == len(list(step.loss.parameters()))
 
 
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # of the step-by-step kernels
 @pytest.mark.usefixtures("kernels")
 def test_flags_and_counts_by_kernels(device):
-    from selfnorm.kernels.guard import begin_update, note_lost
+    from selfnorm.kernels.guard import begin_update, few_and_small, note_lost
 
     for failed, late, lost, advance in itertools.product((0.0, 1.0), (0.0, 1.0), (0.0, 1.0), (True, False)):
         flags = [torch.tensor(value, dtype=torch.float32, device=device) for value in (failed, late, lost, 0.5, 7.0)]
@@ -254,6 +266,22 @@ def test_flags_and_counts_by_kernels(device):
         frozen = max(failed, late, lost)
         assert [flag.item() for flag in flags[:4]] == [max(failed, late), 0.0, lost, frozen]
         assert flags[4] == 7 - (late > failed) + advance * (1 - frozen)
+    ones = torch.ones(3000, dtype=torch.float32, device=device)
+    for at, wrong in itertools.product((0, 1023, 1024, 2999), (math.nan, -math.inf, 1e20)):
+        bad = ones.clone()
+        bad[at] = wrong
+        nan, fine = ones[0] * math.nan, ones[0] * 1e20
+        for loss, gradients, expected in (
+            (fine, [ones, ones[:5], ones[:1]], 0),  # of a loss no square is taken
+            (nan, [ones], 1),
+            (fine, [ones[:0], ones, bad], 1),
+            (fine, [bad, ones], 1),
+            (None, [bad], 0),
+        ):
+            flags = [torch.tensor(value, dtype=torch.float32, device=device) for value in (0, 0, 0, 0.5, 7)]
+            begin_update(*flags, loss=loss, gradients=gradients)
+            assert [flag.item() for flag in flags] == [expected, 0, 0, expected, 8 - expected]
+    assert few_and_small([ones] * 8) and not few_and_small([ones] * 9) and not few_and_small([ones.expand(30, 3000)])
     limits = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float32, device=device)
     for residuals, before, after in (
         ([0.9, 0.4, 1.9], 0, 0),

@@ -135,6 +135,7 @@ class CapturedStep:
     def _take(self, n: int) -> None:
         for step, x in enumerate(self._x.split(self.batches.batch_size)[:n]):
             self._take_one(step, x, self._generators[step] if self._generators else None)
+        self._branches.join()
         self._wait_for_trackers()
         self._begin_update(advance=False)
 
@@ -148,16 +149,12 @@ class CapturedStep:
         self.mark("norm of the gradient")
         factored = collected.take(wait=self._wait_for_trackers) if collected else []
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        # Norms, since a gradient whose square overflows is none that Adam could use.
-        checked = [torch.stack(torch._foreach_norm(gradients))] if gradients else []
-        if self.clip is not None:
-            checked = [torch.linalg.vector_norm(checked[0])]
-            nn.utils.clip_grads_with_norm_(self._parameters, self.clip, checked[0])
-        # What gradient scaling uses: one kernel looks at all of it (and multiplies by 1), and raises the flag.
-        torch._amp_foreach_non_finite_check_and_unscale_([*checked, value.detach()], self.failed, self._one)
+        at_once = self.clip is None and self._can_look_at_once(gradients)
+        if not at_once:
+            self._look(value.detach(), gradients)
         self.mark("Adam")
         self._wait_for_trackers()  # from here on somebody may read what they write
-        self._begin_update()
+        self._begin_update(loss=value.detach() if at_once else None, gradients=gradients if at_once else [])
         with branching(self._branches if self._graphs.capturing else None):
             for record in factored:
                 with beside():
@@ -172,8 +169,28 @@ class CapturedStep:
             self.loss.after_step(taken, generator=generator)
         if not self._late:
             self._wait_for_trackers()
-        torch.cat([value.detach().view(1), metrics.surrogate.view(1), metrics.reconstruction], out=self._history[step])
+        told = (value.detach().view(1), metrics.surrogate.view(1), metrics.reconstruction)
+        with branching(self._branches if self._graphs.capturing else None, joined=False), beside(*told):  # for the host to read
+            torch.cat(told, out=self._history[step])
         self.mark("end")
+
+    def _look(self, value: Tensor, gradients: list[Tensor]) -> None:
+        """Raise `failed` if the loss or a gradient is not finite; clip the gradients."""
+        # Norms, since a gradient whose square overflows is none that Adam could use.
+        checked = [torch.stack(torch._foreach_norm(gradients))] if gradients else []
+        if self.clip is not None:
+            checked = [torch.linalg.vector_norm(checked[0])]
+            nn.utils.clip_grads_with_norm_(self._parameters, self.clip, checked[0])
+        # What gradient scaling uses: one kernel looks at all of it (and multiplies by 1), and raises the flag.
+        torch._amp_foreach_non_finite_check_and_unscale_([*checked, value], self.failed, self._one)
+
+    def _can_look_at_once(self, gradients: list[Tensor]) -> bool:
+        """Whether `_begin_update` can do what `_look` does, at no launch of its own."""
+        if not usable(self.failed, *gradients):
+            return False
+        from selfnorm.kernels.guard import few_and_small
+
+        return few_and_small(gradients)
 
     def _wait_for_trackers(self) -> None:
         """Join those of the step before, and see whether all of them have kept up."""
@@ -187,12 +204,16 @@ class CapturedStep:
         else:
             self.lost.copy_(torch.maximum(self.lost, 1 - (self._residuals < self._limits).all().to(self.lost)))
 
-    def _begin_update(self, *, advance: bool = True) -> None:
-        """Set `frozen` and the number of the update that follows; what went wrong in the one before is first seen here."""
+    def _begin_update(self, *, advance: bool = True, loss: Tensor | None = None, gradients: Sequence[Tensor] = ()) -> None:
+        """Set `frozen` and the number of the update that follows; what went wrong in the one before is first seen here.
+
+        loss, gradients:  if nobody has looked at them.
+        """
         if usable(self.failed):
             from selfnorm.kernels.guard import begin_update
 
-            begin_update(self.failed, self._late_failure, self.lost, self._frozen, self._step, advance=advance)
+            flags = (self.failed, self._late_failure, self.lost, self._frozen, self._step)
+            begin_update(*flags, advance=advance, loss=loss, gradients=gradients)
         else:
             self._step.sub_(self._late_failure * (1 - self.failed))
             self.failed.copy_(torch.maximum(self.failed, self._late_failure))
