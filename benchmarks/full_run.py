@@ -12,8 +12,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from record import Cell, parser, record
-from selfnorm.recipes import find_recipe
+from record import Cell, parser, record, run
+from selfnorm.recipes import RECIPES
 from selfnorm.runs import Result
 from selfnorm.train.folder import RunFolder
 
@@ -56,7 +56,7 @@ def main() -> None:
         ]
         for at in shown
     ]
-    paper = find_recipe(result.recipe).paper
+    paper = RECIPES[result.recipe].paper if result.recipe in RECIPES else ""
     record(
         chosen.json,
         title=f"{result.recipe}, {result.epochs:,} epochs",
@@ -73,4 +73,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -12,7 +12,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from record import Cell, any_device, parser, record
+from record import Cell, any_device, command, parser, record, run
 from selfnorm.data.batches import Examples
 from selfnorm.evaluate import likelihood
 from selfnorm.precision import PRECISIONS, Precision
@@ -57,8 +57,7 @@ def main() -> None:
         ),
         columns=["precision", "test NLL", "±", "moved by"],
         rows=rows,
-        provenance=provenance(trainer.device, command=f"python benchmarks/precisions.py --epochs {chosen.epochs}")
-        | {"epochs": str(trainer.epoch)},
+        provenance=provenance(trainer.device, command=command()) | {"epochs": str(trainer.epoch)},
     )
     for value, most in MOST.items():
         if not abs(moved[value]) <= most:
@@ -66,4 +65,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

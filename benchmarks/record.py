@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,23 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", type=Path, help="write the figures here, with command, commit, machine and date")
     return made
+
+
+def command() -> str:
+    """What was typed, but for --json."""
+    words = sys.argv[1:]
+    if "--json" in words:
+        at = words.index("--json")
+        words = words[:at] + words[at + 2 :]
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
+
+
+def run(main: Callable[[], None]) -> None:
+    """Whatever was given wrong as one line."""
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"{Path(sys.argv[0]).stem}: {error}")
 
 
 def any_device() -> torch.device:

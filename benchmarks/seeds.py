@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from record import Cell, any_device, parser, record
+from record import Cell, any_device, command, parser, record, run
 from selfnorm.data.dataset import Dataset
 from selfnorm.recipe import Recipe
 from selfnorm.recipes import find_recipe
@@ -49,6 +49,8 @@ def main() -> None:
     options.add_argument("recipes", nargs="*", default=["mnist-fc-snf", "mnist-conv-snf"])
     options.add_argument("--epochs", type=int, default=40)
     chosen = options.parse_args()
+    if chosen.epochs < 3:
+        raise ValueError(f"--epochs: expected at least 3, since the first are left out, got {chosen.epochs}")
     device = any_device()
     rows: list[list[Cell]] = []
     for name in chosen.recipes:
@@ -64,10 +66,9 @@ def main() -> None:
         about="Milliseconds a training step, of all seeds and for each, and how many times as fast as one seed after another.",
         columns=["recipe", "seeds", "ms for all", "ms for each", "gain"],
         rows=rows,
-        provenance=provenance(device, command=f"python benchmarks/seeds.py --epochs {chosen.epochs}")
-        | {"epochs": str(chosen.epochs)},
+        provenance=provenance(device, command=command()) | {"epochs": str(chosen.epochs)},
     )
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

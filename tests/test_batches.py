@@ -42,6 +42,18 @@ def test_an_epoch_shows_each_example_at_most_once_and_epochs_differ():
     assert set(torch.cat(epochs).tolist()) == set(range(23)), "who sits out an epoch comes in another"
 
 
+@pytest.mark.parametrize("block", [1, 2, 3, 5])
+def test_blocks_are_the_epochs_order_in_pieces(block):
+    batches = TrainingBatches(Examples(torch.arange(23.0)[:, None], None, CPU), 4, seed=0)
+    batches.block = block
+    pieces = [batches.index(1, number) for number in range(-(-5 // block))]
+    assert torch.equal(torch.cat(pieces), batches.order(1)[:20])
+    assert [len(piece) for piece in pieces[:-1]] == [4 * block] * (len(pieces) - 1)
+    for number in (-1, len(pieces)):
+        with pytest.raises(IndexError, match=f"expected a block of 5 steps by {block}, got number {number}"):
+            batches.index(1, number)
+
+
 def test_a_small_data_set_is_one_batch():
     batches = TrainingBatches(Examples(torch.zeros(7, 2), None, CPU), 100, seed=0)
     assert (batches.batch_size, batches.steps_per_epoch) == (7, 1)

@@ -53,6 +53,10 @@ def brief(monkeypatch):
 # The timer
 
 
+def test_blocks_are_long_where_there_is_time():
+    assert Effort.of(2.0).block == 0.1 and Effort.of(0.1).block == Effort().block
+
+
 def test_a_timing_is_the_median_between_its_quantiles():
     assert summary([5.0, 1.0, 3.0, 2.0, 4.0]) == Timing(3.0, 1.4, 4.6, 5)
     assert summary([2.0]) == Timing(2.0, 2.0, 2.0, 1)
@@ -373,7 +377,7 @@ def test_an_interruption_leaves_what_was_measured(monkeypatch):
     assert torch.equal(before, torch.get_rng_state())
     monkeypatch.setattr(steps, "_measure_samples", stop)  # the steps of this family are measured by then
     table, _ = steps_table(choose(["digits-fc-snf", "digits-fc-exact"]), CPU, effort=BRIEF, memory=False)
-    assert [row[1] > 0 for row in table.rows] == [True, True] and table.stopped == "stopped after 2 of 2 models"
+    assert [row[1] > 0 for row in table.rows] == [True, True] and table.stopped == "stopped after 0 of 2 models"
 
 
 @pytest.mark.usefixtures("brief")

@@ -12,6 +12,7 @@ import torch
 
 from selfnorm.data import load_dataset
 from selfnorm.data.batches import Examples, TrainingBatches
+from selfnorm.factored import Collector, SingleRecord
 from selfnorm.inverses import ExactFactors
 from selfnorm.kernels.dispatch import used_on
 from selfnorm.layers.linear import LinearMap
@@ -293,6 +294,31 @@ def test_flags_and_counts_by_kernels(device):
         lost = torch.tensor(float(before), dtype=torch.float32, device=device)
         note_lost(lost, torch.tensor(residuals, dtype=torch.float32, device=device), limits)
         assert lost == after
+
+
+@pytest.mark.usefixtures("kernels")
+def test_trackers_are_waited_for_before_anything_reads_what_they_write(device, monkeypatch):
+    """Late as they may be: joined, and looked at, before flags are set and weights move."""
+    from selfnorm.kernels import guard
+
+    step, order = made(CapturedStep, device, recipe="digits-fc-tracked"), []
+
+    def noted(name, function):
+        return lambda *args, **options: (order.append(name), function(*args, **options))[1]
+
+    for owner, name in ((guard, "note_lost"), (guard, "begin_update"), (SingleRecord, "apply_adam"), (Collector, "take")):
+        monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
+    monkeypatch.setattr(step._trackers, "join", noted("join", step._trackers.join))
+    monkeypatch.setattr(TrackedLinear, "track", noted("track", TrackedLinear.track))
+    monkeypatch.setattr(TrackedLinear, "settle", lambda self: None)
+    assert step._late and step._tracked
+    step(0, 0, 1e-3, 1e-3)
+    each = ["take", "join", "note_lost", "begin_update", "apply_adam", "apply_adam", "track", "track"]
+    assert order == [*each, *each, "join", "note_lost", "begin_update"]
+    waits = []  # what is called before anything is multiplied out
+    monkeypatch.setattr(Collector, "take", lambda self, wait=None: waits.append(wait) or [])
+    step(0, 2, 1e-3)
+    assert waits == [step._wait_for_trackers]
 
 
 def as_on_a_gpu(monkeypatch, block):

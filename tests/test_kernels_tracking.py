@@ -67,14 +67,16 @@ def matrix_of(layer):
     return dense_matrix(layer.weight.detach().double(), layer.size, layer.geometry)
 
 
+@pytest.mark.parametrize("by", ["float32", "pairs"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_inverse_follows(device, kernels, name):
+def test_the_inverse_follows(device, kernels, monkeypatch, name, by):
+    monkeypatch.setattr("selfnorm.layers.tracked.allows_tf32", lambda: by == "pairs")  # of bfloat16 numbers, for matrices
     layer, _ = moved(name, device)
     W, R = matrix_of(layer), layer.weight_inv.double()
     E = torch.eye(len(R)).to(R) - R @ W
     layer.track()
-    close(layer.weight_inv, R + E @ R)
-    torch.testing.assert_close(layer.residual, E.norm().float(), rtol=1e-3, atol=1e-6)
+    close(layer.weight_inv, R + E @ R, scale=1.0 if by == "float32" else 30.0)
+    torch.testing.assert_close(layer.residual, E.norm().float(), rtol=1e-3, atol=1e-6 if by == "float32" else 3e-4)
     assert int(layer.fallbacks) == 0
 
 
@@ -102,29 +104,33 @@ def test_the_two_passes(device, kernels, monkeypatch, rows, programs):
 
 @pytest.mark.parametrize("size", [1, 3, 31, 64, 101])
 def test_the_error_of_a_matrixs_inverse(device, kernels, size):
-    """Far nearer than by TF32, which would be off by 5e-4."""
+    """Far nearer than by TF32, which would be off by 5e-4; in Python the pairs are cut instead of rounded."""
     R, W = single(device, size, size), single(device, size, size)
     expected = torch.eye(size).to(device) - R.double() @ W.double()
     error, squares = error_of_matrix(R.mT.contiguous().mT, W.mT.contiguous().mT)
-    assert (error - expected).norm() <= 3e-5 * R.norm() * W.norm() / math.sqrt(size)
+    pairs = 3 * 2**-18 if device.type == "cuda" else 3 * 2**-16
+    assert ((error - expected).abs() <= (pairs + 2e-6) * (R.abs() @ W.abs()) + 1e-6).all()
     close(squares.sum(), error.double().square().sum())
 
 
 @pytest.mark.gpu
 def test_with_tf32_an_ill_conditioned_inverse_is_kept_up():
-    """In TF32 alone, a perfect R of W with condition 3,000 would seem lost."""
+    """In TF32 alone, a good R of W with condition 3,000 would seem lost."""
     layer = TrackedLinear(100)
     u, v = (torch.linalg.qr(torch.randn(100, 100))[0] for _ in range(2))
     with torch.no_grad():
         layer.weight.copy_(u * torch.logspace(0, -3.5, 100) @ v)
         layer.weight_inv.copy_(layer.weight.inverse())
+        layer.weight.addmm_(layer.weight.clone(), torch.randn(100, 100), alpha=0.003)  # by which R is off by a third
     layer.to("cuda", torch.float32)
     W, R = layer.weight.detach().double(), layer.weight_inv.double()
     E = torch.eye(100).to(R) - R @ W
     with precision("tf32"):
         layer.track()
-    assert E.norm() < 0.01 and not torch.equal(layer.weight_inv.double(), R)
+    assert 0.2 < E.norm() < 0.5
     torch.testing.assert_close(layer.residual.double(), E.norm(), rtol=0.05, atol=0.05)
+    left = torch.eye(100).to(R) - layer.weight_inv.double() @ W
+    assert left.norm() < 0.1
 
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # of the step-by-step kernels

@@ -215,4 +215,6 @@ def _plain_adam(
         moved = parameter - (lr / corrections[0]) * new_average / denominator
         for old, new in ((average, new_average), (square, new_square), (parameter, moved)):
             old.copy_(torch.where(changed, new, old))
-        failed.copy_(torch.where((~fine & live).any(), torch.ones_like(failed), failed))
+        # Whoever raises it raises it at once, whatever runs beside: to read it and write it back could take down another's.
+        here = torch.zeros(1, dtype=torch.int64, device=failed.device)
+        failed.view(1).scatter_reduce_(0, here, (~fine & live).any().to(failed).view(1), "amax")

@@ -151,6 +151,9 @@ def resume_runs(
     save_every: float = 30.0,
 ) -> list[Result | DivergedError]:
     """Go on with several runs at once, in one process."""
+    places = [path.resolve() for path in paths]
+    if twice := next((path for path, place in zip(paths, places, strict=True) if places.count(place) > 1), None):
+        raise ValueError(f"{twice}: expected each run once, got it twice")
     with ExitStack() as stack:
         trainers = [
             stack.enter_context(_resumed(path, data_dir, on_divergence, device, report, on_progress, save_every))

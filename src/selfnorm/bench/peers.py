@@ -193,7 +193,7 @@ def peers_table(
         title=f"A training step beside other libraries', on {machine_of(device)}",
         notes=[
             Note(
-                f"Forward, backward and Adam at batch {BATCH}, in milliseconds: medians over blocks after a "
+                f"Forward, backward and Adam at batch {BATCH}, in milliseconds: medians over up to 20 blocks after a "
                 "warm-up, with the 10 % and 90 % quantiles of the blocks; models for one shape took turns."
             ),
             Note(

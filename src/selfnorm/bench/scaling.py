@@ -257,7 +257,7 @@ def _notes(points: Sequence[Point], device: torch.device) -> list[Note]:
     return [
         Note(
             f"Gradient: `surrogate` and its backward pass at batch {BATCH}, and tracking where there is any; with Adam: all that "
-            "and its step. Milliseconds, medians over blocks after a warm-up; at each D all kinds took turns." + how
+            "and its step. Milliseconds, medians over up to 20 blocks after a warm-up; at each D all kinds took turns." + how
         ),
         Note("Learned: the self-normalizing layer; Newton–Schulz and sketch: tracked inverses; exact: by slogdet."),
         Note(

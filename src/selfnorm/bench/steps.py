@@ -61,6 +61,7 @@ class Measured:
     parameters: int | None = None
     steps_a_call: int | None = None  # how many a graph has, or a block of batches
     failure: str = ""
+    whole: bool = False  # whether nothing of it was left out
 
     @property
     def floor(self) -> float | None:
@@ -103,6 +104,7 @@ def measure_steps(
                 yield from (each for each in found if each.step or each.failure)
                 raise
         for each in found:
+            each.whole = True
             told(_line(each))
         yield from found
 
@@ -132,7 +134,7 @@ def steps_table(
         source=source_of(device, command, (before, clock_mhz(device)), used),
         details=[_details(each) for each in measured],
         failures=[f"{each.model.name}: {each.failure}" for each in measured if each.failure],
-        stopped=stop.after(len(measured), len(models), "models"),
+        stopped=stop.after(sum(each.whole for each in measured), len(models), "models"),
     )
     return table, measured
 
@@ -304,7 +306,7 @@ def _notes(device: torch.device, measured: Sequence[Measured], memory: bool) -> 
             step,
         ),
         Note(
-            "Times are medians over blocks after a warm-up, with the 10 % and 90 % quantiles of the blocks; "
+            "Times are medians over up to 20 blocks after a warm-up, with the 10 % and 90 % quantiles of the blocks; "
             "models of a family took turns.",
             step,
         ),

@@ -67,7 +67,7 @@ class Effort:
     @classmethod
     def of(cls, seconds: float) -> Effort:
         """About so many seconds for each candidate."""
-        # Twenty blocks or more, each as long as that allows: in training, too, a step finds caches as the step before left them.
+        # Of several steps, so that a step finds caches as the step before left them, as it does in training.
         return cls(seconds=seconds, warm_up=seconds / 2, block=max(cls.block, seconds / 20))
 
 

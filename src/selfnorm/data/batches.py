@@ -138,6 +138,8 @@ class TrainingBatches:
 
     def index(self, epoch: int, number: int) -> Tensor:
         """Which examples a block holds."""
+        if not 0 <= number * self.block < self.steps_per_epoch:
+            raise IndexError(f"batches: expected a block of {self.steps_per_epoch} steps by {self.block}, got number {number}")
         rows = self.block * self.batch_size
         return self.order(epoch)[number * rows : min((number + 1) * rows, self.steps_per_epoch * self.batch_size)]
 

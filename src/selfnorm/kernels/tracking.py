@@ -9,8 +9,8 @@ Each program of the second pass adds up all partial sums by itself, in a fixed o
 convolution, a row of RW is flip(w) ⋆ (that row of R, seen as an image), so product and first pass are one kernel.
 
 E is a small difference of large numbers, for which TF32 is too coarse. Where products may be rounded to it, each is made of
-three: of TF32 for convolutions; of bfloat16 for matrices, RW ≈ R₁W₁ + R₁W₂ + R₂W₁ with R = R₁ + R₂ and W = W₁ + W₂ to 16 bits,
-as a single product [R₁ R₁ R₂][W₁; W₂; W₁].
+three: of TF32 for convolutions; of bfloat16 for fully connected layers, RW ≈ R₁W₁ + R₁W₂ + R₂W₁ with R = R₁ + R₂ and
+W = W₁ + W₂ to 16 bits, as a single product [R₁ R₁ R₂][W₁; W₂; W₁].
 
 The gradient of log|det T(w)|, with R for T(w)⁻¹, is for each tap (o, i, k, l) the sum of Rᵀ's entries that stand where T(w)
 holds it, those at R[(i, p + offset of (k, l)), (o, p)] over the pixels p that read a pixel through it: `tap_means`. It reads
