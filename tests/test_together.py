@@ -75,6 +75,8 @@ def test_the_command_trains_seeds_together_and_tells_their_mean(tmp_path):
     assert sum(record["kind"] == "result" for record in records) == 2
     assert "no --twin" in fails("train", "digits-fc-snf", "--seeds", "2", "--twin")
     assert "--seeds" in fails("train", "--resume", tmp_path / "run", "--seeds", "2")
+    run = tmp_path / "run"
+    assert f"{run}: expected each run once" in fails("train", "--resume", run, "--resume", run / ".." / "run").replace("\n", "")
 
 
 @pytest.mark.gpu
