@@ -8,6 +8,7 @@ import torch
 
 from selfnorm import Chain, EmergingConv2d, ExactLinear, Flow, LULinear, Sampler, SelfNormLinear, SmoothLeakyReLU, StandardNormal
 from selfnorm import sampler as module
+from selfnorm.graphs import capturing
 from selfnorm.models import conv_flow, fc_flow, glow
 from selfnorm.precision import precision
 
@@ -284,3 +285,22 @@ def test_a_copy_of_a_flow_beside_it():
     for each in (flow, other, flow):
         mine, theirs = twins("cuda")
         check(Sampler(each, 2, generator=mine), theirs)
+
+
+@pytest.mark.gpu
+def test_other_captures_take_nothing_from_a_graph():
+    """Not even what cuBLAS works in, which it would otherwise keep for all, until somebody takes it away."""
+    flow = fc_flow(300).float().cuda().eval()
+    mine, theirs = twins(torch.device("cuda"))
+    sampler = Sampler(flow, 64, generator=mine)
+    check(sampler, theirs)
+    a, out = torch.randn(700, 700, device="cuda", dtype=torch.float32), []
+    for _ in range(3):
+        graph = torch.cuda.CUDAGraph()
+        with capturing(graph):
+            out.append(a @ a)
+        graph.replay()
+        held = torch.full((2**26,), torch.nan, device="cuda", dtype=torch.float32)  # over all that was given back
+        check(sampler, theirs)
+        assert held.isnan().all()
+    torch.testing.assert_close(out[0], a @ a)

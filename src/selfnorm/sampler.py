@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from operator import index
 from typing import Any, NamedTuple, SupportsIndex, get_args
 
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.flow import Flow, Inverse
+from selfnorm.graphs import capturing, generator_kept, waiting_is_an_error
 from selfnorm.precision import networks_in_bf16
 
 GRAPHS = "cuda"  # the kind of device that has them
@@ -102,8 +101,7 @@ def _captured(function: Callable[[Tensor], Tensor], z: Tensor) -> _Graph | None:
         try:
             with torch.cuda.stream(stream), waiting_is_an_error():  # seen beforehand, since a capture that fails leaves traces
                 function(static)
-            # Other threads may wait for the device meanwhile.
-            with generator_kept(z.device), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with generator_kept(z.device), capturing(graph, stream=stream):
                 x = function(static)
                 finite = torch.isfinite(x).all()
         except torch.OutOfMemoryError:
@@ -136,29 +134,3 @@ def _number(n: SupportsIndex) -> int:
     if number < 0:
         raise ValueError(f"Sampler: expected n to be a whole number of at least 0, got {n!r}")
     return number
-
-
-@contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    """In this block what waits for a CUDA device raises a RuntimeError."""
-    before = torch.cuda.get_sync_debug_mode()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch calls this a prototype
-            torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-@contextmanager
-def generator_kept(device: torch.device) -> Iterator[None]:
-    """A device's own random generator, whole after a capture in this block that fails: it may still believe in the capture, and
-    would refuse every draw outside of one."""
-    spare = torch.Generator(device).set_state(torch.cuda.get_rng_state(device))
-    try:
-        yield
-    except RuntimeError:
-        which = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[which].graphsafe_set_state(spare.graphsafe_get_state())
-        raise

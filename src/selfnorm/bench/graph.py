@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from selfnorm.bench.timing import Work
-from selfnorm.sampler import generator_kept, waiting_is_an_error
+from selfnorm.graphs import capturing, generator_kept, waiting_is_an_error
 
 WARM_UP = 3  # calls before a capture: they compile kernels and make libraries allocate
 
@@ -27,7 +27,7 @@ def captured(run: Callable[[], object], device: torch.device, repeats: int = 1) 
             with waiting_is_an_error():  # found out beforehand, since a capture that fails leaves traces
                 run()
         torch.cuda.synchronize(device)
-        with generator_kept(device), torch.cuda.graph(graph, stream=stream):
+        with generator_kept(device), capturing(graph, stream=stream):
             for _ in range(repeats):
                 run()
         graph.replay()

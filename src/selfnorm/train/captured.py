@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from selfnorm.data.batches import TrainingBatches, seed_of
 from selfnorm.factored import factored_gradients
+from selfnorm.graphs import capturing
 from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
 from selfnorm.objective import Fixed, Loss, Metrics
@@ -306,11 +307,9 @@ class _Graphs:
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
-        # Or the graphs of several runs, which replay at the same time, would share cuBLAS's.
-        torch._C._cuda_clearCublasWorkspaces()
         self.capturing = True
         try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with capturing(graph, pool=self._pool):
                 work()
         except RuntimeError as error:
             cause = str(error.__context__ or error).splitlines()[0]  # what came first; the end of the capture only complains
@@ -320,5 +319,4 @@ class _Graphs:
             ) from error
         finally:
             self.capturing = False
-            torch._C._cuda_clearCublasWorkspaces()
         return graph
