@@ -48,6 +48,18 @@ def kernels(device):
 
 
 @pytest.fixture
+def poisoned(monkeypatch):
+    """New memory holds NaN, so that what a kernel leaves unwritten is seen."""
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, original=original, **options: _poison(original(*args, **options)))
+
+
+def _poison(tensor):
+    return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+
+@pytest.fixture
 def factorisations(monkeypatch):
     """Counts every factorisation, by whatever function it is asked for."""
     calls = []

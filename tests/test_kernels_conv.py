@@ -11,7 +11,7 @@ from selfnorm.layers import exponential
 from selfnorm.layers.exponential import ConvExponential
 from selfnorm.layers.selfnorm import _SelfNormConv2d
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
 
 # Images (N, C, H, W) and the sides of two kernels: one channel and several, one tile of pixels and more, kernels that reach
 # beyond the image, rectangular ones, and an inverse that is smaller or larger.
@@ -48,20 +48,6 @@ def short_sums(monkeypatch):
 def test_sums_reach_the_last_row(short_sums, rows):
     tiles = short_sums(rows)
     assert rows <= tiles["ROWS"] * tiles["STEPS"] < 2 * rows + 2 * tiles["ROWS"]
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """Memory that a kernel should write to holds NaN, so that nothing it leaves out goes unseen."""
-    for name in ("empty", "empty_like"):
-        plain = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *args, plain=plain, **options: fill(plain(*args, **options)))
-    plain_new = torch.Tensor.new_empty
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *args, **options: fill(plain_new(self, *args, **options)))
-
-
-def fill(tensor):
-    return tensor.fill_(torch.nan) if tensor.dtype == torch.float32 else tensor
 
 
 def normal(*shape, device, scale=1.0):

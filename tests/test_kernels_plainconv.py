@@ -9,7 +9,7 @@ from selfnorm.convmatrix import Geometry, convolve
 from selfnorm.kernels.dispatch import used_on
 from selfnorm.layers.emerging import AutoregressiveConv2d
 from selfnorm.layers.linear import FusedConv
-from test_kernels_conv import agree, in_float64, normal, poisoned, random_layer, strided, trained  # noqa: F401
+from test_kernels_conv import agree, in_float64, normal, random_layer, strided, trained
 
 pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
 
