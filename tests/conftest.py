@@ -7,7 +7,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from benching import BRIEF
 from commandline import SHORT, numbers, ok, write_csv
+from selfnorm.bench.floor import Ceilings
 from selfnorm.kernels.dispatch import used_on
 
 ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -111,3 +113,11 @@ def table_run(tmp_path_factory):
 def elsewhere(tmp_path_factory, monkeypatch):
     """A working folder of its own, so that no test leaves anything in the repository."""
     monkeypatch.chdir(tmp_path_factory.mktemp("work"))
+
+
+@pytest.fixture
+def brief(monkeypatch):
+    """No measurement of `selfnorm bench` takes long."""
+    monkeypatch.setattr("selfnorm.bench_cli._effort", lambda *args, **options: BRIEF)
+    monkeypatch.setattr("selfnorm.bench.steps.measure_ceilings", lambda device, seconds: Ceilings(1e9, 1e9))
+    monkeypatch.setattr("selfnorm.bench.steps.BULK", 3)

@@ -1,0 +1,9 @@
+"""What tests of `selfnorm bench` share."""
+
+from selfnorm.bench.timing import Effort
+
+BRIEF = Effort(seconds=0.001, warm_up=0.001, block=0.0001, most_blocks=5)
+
+
+def stop(*args):
+    raise KeyboardInterrupt
