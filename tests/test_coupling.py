@@ -23,10 +23,10 @@ def network_by_hand(affine, context):
     return 2 * torch.tanh(h[:, 0::2] / 2), h[:, 1::2]
 
 
-def shaken(layer, by=0.5):
+def shaken(layer):
     with torch.no_grad():
         for parameter in layer.parameters():
-            parameter.add_(by * torch.randn_like(parameter))
+            parameter.add_(0.5 * torch.randn_like(parameter))
     return layer
 
 
@@ -85,14 +85,15 @@ COUPLINGS = [
     ((2, 20, 3, 2), 40, 0),
     ((7, 4, 9, 5), 17, 1),
 ]
-# Largest relative error, in norm, of values and of gradients. With tensor cores a ReLU may open that was closed, so that more
-# than the last digits differ, the more so the larger the weights; the kernels by themselves are tested to the last one.
-# bfloat16 is compared with plain code that rounds in the same places, but on CUDA once more where it adds a bias.
+# Largest relative error, in norm, of values and of gradients. With tensor cores a ReLU may open that was closed, in one draw of a
+# hundred enough of them to move a gradient by a tenth (float64 with factors rounded to TF32); so there it is the median of a few
+# draws, for which such rounding gives 9e-4. bfloat16 is compared with plain code that rounds in the same places, but on CUDA once
+# more where it adds a bias.
 TOLERANCE = {
     "cpu": {"float32": (5e-6, 2e-5), "tf32": (5e-6, 2e-5), "bf16": (5e-3, 3e-2)},
-    "cuda": {"float32": (5e-6, 2e-5), "tf32": (3e-3, 1e-1), "bf16": (5e-2, 2e-1)},
+    "cuda": {"float32": (5e-6, 2e-5), "tf32": (1e-2, 5e-3), "bf16": (5e-2, 2e-1)},
 }
-SHAKEN_BY = {"float32": 0.5, "tf32": 0.1, "bf16": 0.1}
+DRAWS = 9
 
 
 def surrogate_and_gradients(layer, x, context, grad_z, grad_log_det):
@@ -103,8 +104,8 @@ def surrogate_and_gradients(layer, x, context, grad_z, grad_log_det):
     return (z, log_det), gradients
 
 
-def expect_close_to_float64(layer, x, context, value):
-    """The layer's surrogate in float32, by kernels, gives what it gives in float64, where they have no part."""
+def errors(layer, x, context, value):
+    """Relative errors of values and of gradients, of the layer in float32 by kernels against float64, where they have no part."""
     given = [x, context, torch.randn_like(x), torch.randn_like(x[:, 0, 0, 0])]
     with torch.no_grad():  # Triton's interpreter rounds to bfloat16 towards zero, so let there be little to round
         for parameter in layer.parameters():
@@ -113,28 +114,35 @@ def expect_close_to_float64(layer, x, context, value):
     with precision(value):
         expected = surrogate_and_gradients(layer, *given)
         got = surrogate_and_gradients(layer.float(), *(None if tensor is None else tensor.float() for tensor in given))
-    (z, log_det), gradients = expected
-    # A log-determinant is a sum of both signs: its error is measured by how many there are, each up to 2.
-    sizes = [z.norm(), log_det.abs().clamp(min=z[0].numel()).norm() / 10, *(gradient.norm() for gradient in gradients)]
-    of_values, of_gradients = TOLERANCE[x.device.type][value]
-    tolerances = [of_values, of_values, *len(gradients) * [of_gradients]]
-    for ours, theirs, size, tolerance in zip([*got[0], *got[1]], [z, log_det, *gradients], sizes, tolerances, strict=True):
+    for ours, theirs in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
         assert ours.dtype == torch.float32 and ours.shape == theirs.shape
-        assert (ours - theirs).norm() <= tolerance * size + 1e-30
+    return [
+        torch.stack([(ours - theirs).norm() / (theirs.norm() + 1e-30) for ours, theirs in zip(*pair, strict=True)])
+        for pair in zip(got, expected, strict=True)
+    ]
+
+
+def expect_close_to_float64(make, shape, context_shape, value, device):
+    draws = DRAWS if device.type == "cuda" and value != "float32" else 1
+    found = []
+    for _ in range(draws):
+        context = torch.randn(context_shape, device=device) if context_shape else None
+        found.append(errors(shaken(make()).to(device), torch.randn(shape, device=device), context, value))
+    for each, limit in zip(zip(*found, strict=True), TOLERANCE[device.type][value], strict=True):
+        middle = torch.stack(each).median(0).values
+        assert (middle <= limit).all(), f"{middle.tolist()}, at most {limit}"
 
 
 @pytest.mark.parametrize("value", PRECISIONS)
 @pytest.mark.parametrize(("shape", "hidden", "context_channels"), COUPLINGS)
 def test_the_fused_coupling_is_the_plain_one(device, kernels, poisoned, value, shape, hidden, context_channels):
-    layer = shaken(AffineCoupling(shape[1], hidden, context_channels), SHAKEN_BY[value]).to(device)
-    context = torch.randn(shape[0], context_channels, *shape[2:], device=device) if context_channels else None
-    expect_close_to_float64(layer, torch.randn(shape, device=device), context, value)
+    context_shape = (shape[0], context_channels, *shape[2:]) if context_channels else None
+    expect_close_to_float64(lambda: AffineCoupling(shape[1], hidden, context_channels), shape, context_shape, value, device)
 
 
 @pytest.mark.parametrize("value", PRECISIONS)
 def test_a_fused_prior_is_the_plain_one(device, kernels, poisoned, value):
-    layer = shaken(ConditionalAffine(3, 2, 9), SHAKEN_BY[value]).to(device)
-    expect_close_to_float64(layer, torch.randn(2, 3, 4, 3, device=device), torch.randn(2, 2, 4, 3, device=device), value)
+    expect_close_to_float64(lambda: ConditionalAffine(3, 2, 9), (2, 3, 4, 3), (2, 2, 4, 3), value, device)
 
 
 def test_the_fused_coupling_takes_any_strides(device, kernels, poisoned):
