@@ -2,8 +2,8 @@
 
     python benchmarks/fc_ratio.py [--runs 10] [--json results/fc_ratio-cpu.json]
 
-`selfnorm bench steps` in a process of its own for each run, since on a shared machine one run says little: ratios within a run, all
-runs kept. Exits with 1 if the median is below 2 against the exact twin, or above 1.6 against the bare products.
+`selfnorm bench steps` in a process of its own for each run, since on a shared machine one run says little: ratios within a run,
+all runs kept. Exits with 1 if the median is below 2 against the exact twin, or above 1.6 against the bare products.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def main() -> None:
         chosen.json,
         title="The fully connected step on a CPU, run by run",
         about=(
-            f"Milliseconds a step at D = 784, batch 100, each run in a process of its own; the exact twin's against it (at least {LEAST:g} "
-            f"is wanted), and it against its bare matrix products and Adam (at most {MOST:g})."
+            "Milliseconds a step at D = 784, batch 100, each run in a process of its own; the exact twin's against it (at least "
+            f"{LEAST:g} is wanted), and it against its bare matrix products and Adam (at most {MOST:g})."
         ),
         columns=["run", *MODELS, "exact / snf", "snf / bare"],
         rows=rows,
