@@ -85,15 +85,28 @@ COUPLINGS = [
     ((2, 20, 3, 2), 40, 0),
     ((7, 4, 9, 5), 17, 1),
 ]
-# Largest relative error, in norm, of values and of gradients. With tensor cores a ReLU may open that was closed, in one draw of a
-# hundred enough of them to move a gradient by a tenth (float64 with factors rounded to TF32); so there it is the median of a few
-# draws, for which such rounding gives 9e-4. bfloat16 is compared with plain code that rounds in the same places, but on CUDA once
-# more where it adds a bias.
+# Largest relative error, in norm, of values and of gradients.
 TOLERANCE = {
-    "cpu": {"float32": (5e-6, 2e-5), "tf32": (5e-6, 2e-5), "bf16": (5e-3, 3e-2)},
-    "cuda": {"float32": (5e-6, 2e-5), "tf32": (1e-2, 5e-3), "bf16": (5e-2, 2e-1)},
+    "cpu": {"float32": (5e-6, 2e-5), "tf32": (5e-6, 2e-5), "bf16": (5e-6, 3e-2)},
+    "cuda": {"float32": (5e-6, 2e-5), "tf32": (5e-6, 3e-3), "bf16": (5e-3, 3e-2)},
 }
-DRAWS = 9
+
+
+def decided(layer):
+    """The layer shaken, with small whole numbers in its hidden layers. For an input of whole numbers they are the same in any
+    precision, so that no ReLU is open in one and closed in the other, as would happen to numbers near 0 that are rounded: it
+    moves a gradient by a hundredth, and now and then by a tenth."""
+    affine = shaken(layer).affine if isinstance(layer, AffineCoupling) else shaken(layer)
+    first, _, second, _ = affine.network
+    with torch.no_grad():
+        for parameter in (*first.parameters(), *second.parameters()):
+            parameter.copy_(torch.randn_like(parameter).round())
+        for bias in (first.bias, second.bias):  # lest all be closed where there are few
+            bias.abs_().add_(1)
+        affine.last.weight.div_(9 * affine.hidden)
+        for parameter in layer.parameters():  # Triton's interpreter rounds to bfloat16 towards zero: let there be little to round
+            parameter.copy_(parameter.bfloat16())
+    return layer
 
 
 def surrogate_and_gradients(layer, x, context, grad_z, grad_log_det):
@@ -104,45 +117,32 @@ def surrogate_and_gradients(layer, x, context, grad_z, grad_log_det):
     return (z, log_det), gradients
 
 
-def errors(layer, x, context, value):
-    """Relative errors of values and of gradients, of the layer in float32 by kernels against float64, where they have no part."""
-    given = [x, context, torch.randn_like(x), torch.randn_like(x[:, 0, 0, 0])]
-    with torch.no_grad():  # Triton's interpreter rounds to bfloat16 towards zero, so let there be little to round
-        for parameter in layer.parameters():
-            parameter.copy_(parameter.bfloat16())
-    given = [None if tensor is None else tensor.bfloat16().double() for tensor in given]
+def expect_close_to_float64(layer, shape, context_shape, value, device):
+    """The layer in float32 by kernels against float64, where they have no part."""
+    layer, x = decided(layer).to(device), torch.randn(shape, device=device).round()
+    context = torch.randn(context_shape, device=device).round() if context_shape else None
+    grad_z, grad_log_det = (torch.randn(size, device=device).bfloat16().double() for size in (shape, shape[:1]))
+    given = [x, context, grad_z, grad_log_det]
     with precision(value):
         expected = surrogate_and_gradients(layer, *given)
         got = surrogate_and_gradients(layer.float(), *(None if tensor is None else tensor.float() for tensor in given))
-    for ours, theirs in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
-        assert ours.dtype == torch.float32 and ours.shape == theirs.shape
-    return [
-        torch.stack([(ours - theirs).norm() / (theirs.norm() + 1e-30) for ours, theirs in zip(*pair, strict=True)])
-        for pair in zip(got, expected, strict=True)
-    ]
-
-
-def expect_close_to_float64(make, shape, context_shape, value, device):
-    draws = DRAWS if device.type == "cuda" and value != "float32" else 1
-    found = []
-    for _ in range(draws):
-        context = torch.randn(context_shape, device=device) if context_shape else None
-        found.append(errors(shaken(make()).to(device), torch.randn(shape, device=device), context, value))
-    for each, limit in zip(zip(*found, strict=True), TOLERANCE[device.type][value], strict=True):
-        middle = torch.stack(each).median(0).values
-        assert (middle <= limit).all(), f"{middle.tolist()}, at most {limit}"
+    for ours, theirs, limit in zip(got, expected, TOLERANCE[device.type][value], strict=True):
+        assert all(a.dtype == torch.float32 and a.shape == b.shape for a, b in zip(ours, theirs, strict=True))
+        found = torch.stack([(a - b).norm() / (b.norm() + 1e-30) for a, b in zip(ours, theirs, strict=True)])
+        print("ERR", value, device.type, [f"{e:.1e}" for e in found.tolist()])
+        assert (found <= limit).all(), f"{found.tolist()}, at most {limit}"
 
 
 @pytest.mark.parametrize("value", PRECISIONS)
 @pytest.mark.parametrize(("shape", "hidden", "context_channels"), COUPLINGS)
 def test_the_fused_coupling_is_the_plain_one(device, kernels, poisoned, value, shape, hidden, context_channels):
     context_shape = (shape[0], context_channels, *shape[2:]) if context_channels else None
-    expect_close_to_float64(lambda: AffineCoupling(shape[1], hidden, context_channels), shape, context_shape, value, device)
+    expect_close_to_float64(AffineCoupling(shape[1], hidden, context_channels), shape, context_shape, value, device)
 
 
 @pytest.mark.parametrize("value", PRECISIONS)
 def test_a_fused_prior_is_the_plain_one(device, kernels, poisoned, value):
-    expect_close_to_float64(lambda: ConditionalAffine(3, 2, 9), (2, 3, 4, 3), (2, 2, 4, 3), value, device)
+    expect_close_to_float64(ConditionalAffine(3, 2, 9), (2, 3, 4, 3), (2, 2, 4, 3), value, device)
 
 
 def test_the_fused_coupling_takes_any_strides(device, kernels, poisoned):

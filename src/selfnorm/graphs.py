@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,10 +22,26 @@ def capturing(graph: torch.cuda.CUDAGraph, *, pool: Any = None, stream: torch.cu
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        with (
+            no_garbage_collection(),
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+        ):
             yield
     finally:
         torch._C._cuda_clearCublasWorkspaces()
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """In this block nothing is collected unasked: an older graph that is destroyed while another is captured spoils it
+    (pytorch/pytorch#161037)."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 @contextmanager
