@@ -28,6 +28,7 @@ from selfnorm.bench.steps import COLUMNS, steps_table
 from selfnorm.bench.table import significant
 from selfnorm.bench.timing import Effort, Failure, Timing, Work, clock_mhz, measure, reason_for, summary
 from selfnorm.bench.training import training_step
+from selfnorm.kernels.dispatch import used_on
 from selfnorm.models import fc_flow
 from selfnorm.precision import precision
 from selfnorm.report.results import build
@@ -504,6 +505,25 @@ def test_scaling_measures_all_kinds_and_parts(tmp_path, monkeypatch):
     assert len(table.failures) == 4 and table.failures[0] == "LU, D = 4, gradient: ZeroDivisionError: division by zero"
     table.write(tmp_path / "scaling.json")
     assert "| slope | gradient |" in build(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["selfnorm", "relative", "tracked", "exact"])
+def test_a_layers_step_is_adams_with_kernels_too(device, kind):
+    """There gradients stay in factors."""
+    pytest.importorskip("triton")
+    x, weights = torch.randn(4, 6, dtype=torch.float32, device=device), []
+    for where in ((), (device.type,)):
+        torch.manual_seed(1)
+        layer = scaling.LINEAR[kind](6).to(device, torch.float32)
+        optimizer = torch.optim.Adam(layer.parameters(), lr=0.01, fused=True, capturable=device.type == "cuda")
+        with used_on(*where):
+            run = layer_step(layer, x, optimizer)
+            for _ in range(3):
+                run()
+        assert (layer.weight.grad is None) == (bool(where) and kind != "exact")
+        weights.append([parameter.detach() for parameter in layer.parameters()])
+    for plain, fused in zip(*weights, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-4)
 
 
 def test_a_layers_step_trains_and_tracks():

@@ -87,8 +87,8 @@ COUPLINGS = [
 ]
 # Largest relative error, in norm, of values and of gradients.
 TOLERANCE = {
-    "cpu": {"float32": (5e-6, 2e-5), "tf32": (5e-6, 2e-5), "bf16": (5e-6, 3e-2)},
-    "cuda": {"float32": (5e-6, 2e-5), "tf32": (5e-6, 3e-3), "bf16": (5e-3, 3e-2)},
+    "cpu": {"float32": (5e-6, 2e-5), "tf32": (5e-6, 2e-5), "bf16": (5e-6, 2e-2)},
+    "cuda": {"float32": (5e-6, 2e-5), "tf32": (5e-6, 3e-3), "bf16": (5e-6, 2e-2)},
 }
 
 
@@ -129,7 +129,6 @@ def expect_close_to_float64(layer, shape, context_shape, value, device):
     for ours, theirs, limit in zip(got, expected, TOLERANCE[device.type][value], strict=True):
         assert all(a.dtype == torch.float32 and a.shape == b.shape for a, b in zip(ours, theirs, strict=True))
         found = torch.stack([(a - b).norm() / (b.norm() + 1e-30) for a, b in zip(ours, theirs, strict=True)])
-        print("ERR", value, device.type, [f"{e:.1e}" for e in found.tolist()])
         assert (found <= limit).all(), f"{found.tolist()}, at most {limit}"
 
 

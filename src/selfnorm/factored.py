@@ -132,10 +132,9 @@ class PairRecord:
 
     @torch.no_grad()
     def gradients(self) -> list[Tensor]:
-        half = self.scale.sum() / 2
         return [
-            transposed(self.R).mul_(half).addmm_(self.towards_w.mT, self.x),
-            transposed(self.W).mul_(-half).addmm_(self.towards_r.mT, self.z),
+            _multiplied(self.towards_w, self.x, self.R, True, self.scale, 0.5),
+            _multiplied(self.towards_r, self.z, self.W, True, self.scale, -0.5),
         ]
 
     @torch.no_grad()
@@ -173,8 +172,7 @@ class SingleRecord:
 
     @torch.no_grad()
     def gradients(self) -> list[Tensor]:
-        term = transposed(self.addend).mul_(self.scale.sum()) if self.addend_transposed else self.addend * self.scale.sum()
-        return [term.addmm_(self.a.mT, self.b)]
+        return [_multiplied(self.a, self.b, self.addend, self.addend_transposed, self.scale, 1.0)]
 
     @torch.no_grad()
     def apply_adam(
@@ -191,6 +189,16 @@ class SingleRecord:
             self.W, State(*kept), self.a, self.b, self.addend, self.addend_transposed, self.scale, 1.0,
             lr=lr, frozen=frozen, failed=failed, betas=betas, eps=eps,
         )  # fmt: skip
+
+
+def _multiplied(a: Tensor, b: Tensor, addend: Tensor, addend_transposed: bool, scale: Tensor, factor: float) -> Tensor:
+    """aᵀb + factor·Σscale·M with M the addend, transposed or not."""
+    if usable(a, b, addend, scale):
+        from selfnorm.kernels.gradient import gradient_of
+
+        return gradient_of(a, b, addend, addend_transposed, scale, factor)
+    term = transposed(addend) if addend_transposed else addend.clone()
+    return term.mul_(factor * scale.sum()).addmm_(a.mT, b)
 
 
 def _can_update(*matrices: Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,10 @@ from selfnorm.bench.graph import captured
 from selfnorm.bench.table import BenchTable, Cell, Note, Told, in_full, machine_of, measuring, significant, source_of
 from selfnorm.bench.timing import Effort, Failure, Timing, Work, clock_mhz, measure, reason_for
 from selfnorm.bijection import Bijection
+from selfnorm.factored import factored_gradients
 from selfnorm.layers.tracked import TrackedLinear
 from selfnorm.models import LINEAR
+from selfnorm.train.step import BETAS, EPS, adam_state
 
 BATCH = 128
 SMALLEST = 32
@@ -82,16 +85,29 @@ def measure_scaling(
         yield from found
 
 
-def layer_step(layer: Bijection, x: Tensor, optimizer: torch.optim.Optimizer | None = None) -> Callable[[], None]:
-    """`surrogate` and its backward pass as inside a flow, with a gradient for x too; then Adam, if given; then tracking."""
+def layer_step(layer: Bijection, x: Tensor, optimizer: torch.optim.Adam | None = None) -> Callable[[], None]:
+    """`surrogate` and its backward pass as inside a flow, with a gradient for x too; then Adam, if given; then tracking.
+
+    With Adam, gradients that can be left in factors are, as in training.
+    """
     x = x.detach().requires_grad_()
+    rate, frozen, failed = x.new_tensor([optimizer.param_groups[0]["lr"] if optimizer else 0.0, 0.0, 0.0]).detach()
+
+    def state(parameter: nn.Parameter) -> tuple[Tensor, Tensor, Tensor]:
+        assert optimizer is not None
+        kept = adam_state(optimizer, parameter)
+        return kept["exp_avg"], kept["exp_avg_sq"], kept["step"]
 
     def run() -> None:
         layer.zero_grad(set_to_none=True)
         x.grad = None
-        z, log_det, reconstruction = layer.surrogate(x)
-        loss = (0.5 * z.square().sum() - log_det.sum() + reconstruction.sum()) / len(x)
-        loss.backward()
+        with nullcontext() if optimizer is None else factored_gradients() as collected:
+            z, log_det, reconstruction = layer.surrogate(x)
+            loss = (0.5 * z.square().sum() - log_det.sum() + reconstruction.sum()) / len(x)
+            loss.backward()
+        for record in collected.take() if collected else ():
+            torch._foreach_add_([state(parameter)[2] for parameter in record.parameters], 1)
+            record.apply_adam(state, rate, frozen, failed, BETAS, EPS)
         if optimizer is not None:
             optimizer.step()
         if isinstance(layer, TrackedLinear):
@@ -217,7 +233,8 @@ def _prepared(kind: str, part: str, size: int, x: Tensor, device: torch.device) 
     assert isinstance(layer, Bijection)
     optimizer = None
     if part == PARTS[1]:
-        optimizer = torch.optim.Adam(layer.parameters(), lr=RATE, fused=True, capturable=device.type == "cuda")
+        capturable = device.type == "cuda"
+        optimizer = torch.optim.Adam(layer.parameters(), lr=RATE, betas=BETAS, eps=EPS, fused=True, capturable=capturable)
     return layer_step(layer, x, optimizer)
 
 
@@ -257,7 +274,8 @@ def _notes(points: Sequence[Point], device: torch.device) -> list[Note]:
     return [
         Note(
             f"Gradient: `surrogate` and its backward pass at batch {BATCH}, and tracking where there is any; with Adam: all that "
-            "and its step. Milliseconds, medians over up to 20 blocks after a warm-up; at each D all kinds took turns." + how
+            "and its step, in whose kernel a weight's gradient is multiplied where it comes as factors. "
+            "Milliseconds, medians over up to 20 blocks after a warm-up; at each D all kinds took turns." + how
         ),
         Note("Learned: the self-normalizing layer; Newton–Schulz and sketch: tracked inverses; exact: by slogdet."),
         Note(

@@ -24,11 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfnorm.inverses import transposed
 from selfnorm.kernels.dispatch import input_precision
-from selfnorm.kernels.rounding import uncut
-
-MOST = 512
+from selfnorm.kernels.gradient import MOST, Tiles, addend_tile, free, gradient_of, product, sum_of, sums
 
 
 class State(NamedTuple):
@@ -39,18 +36,7 @@ class State(NamedTuple):
     step: Tensor
 
 
-class Tiles(NamedTuple):
-    """rows × columns of W that a program updates, `depth` examples at a time."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
-def tiles(features: int, matrices: int) -> Tiles:
-    return Tiles(rows=32, columns=32, depth=64, warps=4, stages=3)
+TILES = Tiles(rows=32, columns=32, depth=64, warps=4, stages=3)  # of W that a program updates
 
 
 def adam_pair(
@@ -74,19 +60,18 @@ def adam_pair(
     """One step of W and R (D, D), contiguous, in place; the factors are (N, D), scale (N,) or a scalar."""
     examples, features = x.shape
     if examples > MOST and by is None:
-        half = factor * scale.sum()
-        grad_w = transposed(R).mul_(half).addmm_(towards_w.mT, x)
-        grad_r = transposed(W).mul_(-half).addmm_(towards_r.mT, z)
-        for matrix, state, gradient in ((W, states[0], grad_w), (R, states[1], grad_r)):
-            adam_dense(matrix, state, gradient, lr=lr, frozen=frozen, failed=failed, betas=betas, eps=eps)
+        grad_w = gradient_of(towards_w, x, R, True, scale, factor)
+        grad_r = gradient_of(towards_r, z, W, True, scale, -factor)
+        for matrix, state, grad in ((W, states[0], grad_w), (R, states[1], grad_r)):
+            adam_dense(matrix, state, grad, lr=lr, frozen=frozen, failed=failed, betas=betas, eps=eps)
         return
-    by = by or tiles(features, 2)
+    by = by or TILES
     _expect_contiguous(W, R, *states[0], *states[1])
     scale = scale.reshape(-1)
     _pair_kernel[(triton.cdiv(features, by.columns), triton.cdiv(features, by.rows))](
         W, *states[0], R, *states[1], towards_w.contiguous(), x.contiguous(), towards_r.contiguous(), z.contiguous(),
         scale, factor, lr, frozen, failed, examples, features, scale.numel(), scale.stride(0),
-        *_constants(betas, eps), by.rows, by.columns, by.depth, triton.cdiv(examples, by.depth), *_sums(scale.numel()),
+        *_constants(betas, eps), by.rows, by.columns, by.depth, triton.cdiv(examples, by.depth), *sums(scale.numel()),
         input_precision(), num_warps=by.warps, num_stages=by.stages,
     )  # fmt: skip
 
@@ -109,19 +94,17 @@ def adam_single(
     by: Tiles | None = None,
 ) -> None:
     """One step of W (D, D) for the gradient aᵀb + s·M, with a and b (N, D) and M the addend (D, D), transposed or not."""
-    examples, features = a.shape
-    if examples > MOST and by is None:
-        term = (transposed(addend) if addend_transposed else addend) * (factor * scale.sum())
-        adam_dense(W, state, term.addmm_(a.mT, b), lr=lr, frozen=frozen, failed=failed, betas=betas, eps=eps)
+    if len(a) > MOST and by is None:
+        grad = gradient_of(a, b, addend, addend_transposed, scale, factor)
+        adam_dense(W, state, grad, lr=lr, frozen=frozen, failed=failed, betas=betas, eps=eps)
         return
-    by = by or tiles(features, 1)
-    _single(W, state, a, b, addend, addend_transposed, scale, factor, lr, frozen, failed, betas, eps, by)
+    _single(W, state, a, b, addend, addend_transposed, scale, factor, lr, frozen, failed, betas, eps, by or TILES)
 
 
 def adam_dense(
     W: Tensor,
     state: State,
-    gradient: Tensor,
+    grad: Tensor,
     *,
     lr: Tensor,
     frozen: Tensor,
@@ -130,8 +113,7 @@ def adam_dense(
     eps: float = 1e-8,
 ) -> None:
     """One step of W (D, D) for a gradient that has been multiplied already."""
-    by = tiles(W.shape[0], 1)
-    _single(W, state, gradient[:0], gradient[:0], gradient, False, lr, 1.0, lr, frozen, failed, betas, eps, by)
+    _single(W, state, grad[:0], grad[:0], grad, False, lr, 1.0, lr, frozen, failed, betas, eps, TILES)
 
 
 def _single(
@@ -144,7 +126,7 @@ def _single(
     _single_kernel[(triton.cdiv(features, by.columns), triton.cdiv(features, by.rows))](
         W, *state, a.contiguous(), b.contiguous(), addend.contiguous(), scale, factor, lr, frozen, failed,
         examples, features, scale.numel(), scale.stride(0), addend_transposed,
-        *_constants(betas, eps), by.rows, by.columns, by.depth, triton.cdiv(examples, by.depth), *_sums(scale.numel()),
+        *_constants(betas, eps), by.rows, by.columns, by.depth, triton.cdiv(examples, by.depth), *sums(scale.numel()),
         input_precision(), num_warps=by.warps, num_stages=by.stages,
     )  # fmt: skip
 
@@ -158,21 +140,6 @@ def _expect_contiguous(*matrices: Tensor) -> None:
 def _constants(betas: tuple[float, float], eps: float) -> tuple[float, ...]:
     """β₁, β₂, their logarithms and ε."""
     return (*betas, *(math.log(beta) if beta else -math.inf for beta in betas), eps)
-
-
-def _sums(count: int) -> tuple[int, int]:
-    """How many at a time to sum `count` numbers, and how often."""
-    block = min(triton.next_power_of_2(count), 1024)
-    return block, triton.cdiv(count, block)
-
-
-@triton.jit
-def _sum(values, count, stride, SUMS: tl.constexpr, ROUNDS: tl.constexpr):
-    total = tl.zeros((SUMS,), tl.float32)
-    for turn in range(ROUNDS):
-        places = turn * SUMS + tl.arange(0, SUMS)
-        total += tl.load(values + places.to(tl.int64) * stride, mask=places < count, other=0.0)
-    return tl.sum(total)
 
 
 @triton.jit
@@ -217,23 +184,6 @@ def _adam(
 
 
 @triton.jit
-def _product(
-    a, b, rows, columns, examples, features, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The tile of aᵀb with these rows and columns."""
-    result = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for step in range(STEPS):
-        depth = step * DEPTH + tl.arange(0, DEPTH)
-        lefts = a + depth[None, :].to(tl.int64) * features + rows[:, None]
-        rights = b + depth[:, None].to(tl.int64) * features + columns[None, :]
-        left = tl.load(lefts, mask=(depth[None, :] < examples) & (rows[:, None] < features), other=0.0)
-        right = tl.load(rights, mask=(depth[:, None] < examples) & (columns[None, :] < features), other=0.0)
-        result = tl.dot(left, right, result, input_precision=PRECISION)
-    return uncut(result, PRECISION)
-
-
-@triton.jit
 def _pair_kernel(
     W, W_average, W_square, W_step, R, R_average, R_square, R_step, towards_w, x, towards_r, z, scale, factor, rate, frozen,
     failed, examples, features, count, stride, BETA1: tl.constexpr, BETA2: tl.constexpr, LOG1: tl.constexpr, LOG2: tl.constexpr,
@@ -246,29 +196,22 @@ def _pair_kernel(
     inside = (rows[:, None] < features) & (columns[None, :] < features)
     across = columns[:, None].to(tl.int64) * features + rows[None, :]
     reach = (columns[:, None] < features) & (rows[None, :] < features)
-    gradient_w = _product(towards_w, x, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
+    gradient_w = product(towards_w, x, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
     # R's as ∂Rᵀ = zᵀ towards_r − s·W, whose tile has the shape of W's.
-    gradient_r = _product(z, towards_r, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
-    half = factor * _sum(scale, count, stride, SUMS, ROUNDS)
+    gradient_r = product(z, towards_r, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
+    half = factor * sum_of(scale, count, stride, SUMS, ROUNDS)
     value_r = tl.load(R + across, mask=reach, other=0.0)
     value_w = tl.load(W + at, mask=inside, other=0.0)
     m_w = tl.load(W_average + at, mask=inside, other=0.0)
     v_w = tl.load(W_square + at, mask=inside, other=0.0)
     m_r = tl.load(R_average + across, mask=reach, other=0.0)
     v_r = tl.load(R_square + across, mask=reach, other=0.0)
-    gradient_w = _free(gradient_w) + half * tl.trans(value_r)
-    gradient_r = tl.trans(_free(gradient_r) - half * value_w)
+    gradient_w = free(gradient_w) + half * tl.trans(value_r)
+    gradient_r = tl.trans(free(gradient_r) - half * value_w)
     size, root = _corrections(W_step, rate, LOG1, LOG2)
     _adam(W, W_average, W_square, at, inside, value_w, m_w, v_w, gradient_w, size, root, frozen, failed, BETA1, BETA2, EPSILON)
     size, root = _corrections(R_step, rate, LOG1, LOG2)
     _adam(R, R_average, R_square, across, reach, value_r, m_r, v_r, gradient_r, size, root, frozen, failed, BETA1, BETA2, EPSILON)
-
-
-@triton.jit
-def _free(product):
-    """The same numbers, no longer tied to the layout in which the matrix units leave them, which is not how memory wants them."""
-    same, _ = tl.split(tl.join(product, product))
-    return same
 
 
 @triton.jit
@@ -286,15 +229,10 @@ def _single_kernel(
     m = tl.load(average + at, mask=inside, other=0.0)
     v = tl.load(square + at, mask=inside, other=0.0)
     if STEPS > 0:
-        gradient = _product(a, b, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
-    if TRANSPOSED:
-        across = columns[:, None].to(tl.int64) * features + rows[None, :]
-        reach = (columns[:, None] < features) & (rows[None, :] < features)
-        term = tl.trans(tl.load(addend + across, mask=reach, other=0.0))
-    else:
-        term = tl.load(addend + at, mask=inside, other=0.0)
+        gradient = product(a, b, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
+    term = addend_tile(addend, rows, columns, at, inside, features, TRANSPOSED)
     if STEPS > 0:
-        gradient = _free(gradient) + factor * _sum(scale, count, stride, SUMS, ROUNDS) * term
+        gradient = free(gradient) + factor * sum_of(scale, count, stride, SUMS, ROUNDS) * term
     else:
         gradient = term
     size, root = _corrections(number, rate, LOG1, LOG2)

@@ -1,0 +1,122 @@
+"""A matrix's gradient from its factors, in one pass: aᵀb + s·M, or s·Mᵀ, with s = factor·Σ scale.
+
+a and b are (N, D), M (D, D), scale (N,) or a scalar; float32. Reads M and writes the gradient once, 8D² bytes, beside the
+factors, which come from the cache: (1/rows + 1/columns)·4ND² bytes. Above `MOST` examples cuBLAS adds the product. `update`
+shares its pieces.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from selfnorm.kernels.dispatch import input_precision
+from selfnorm.kernels.rounding import uncut
+
+MOST = 512
+
+
+class Tiles(NamedTuple):
+    """rows × columns of a matrix that a program makes, `depth` examples at a time."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def tiles(features: int) -> Tiles:
+    """The fastest, or nearly so, of several on one H200. With 64 rows Triton takes other matrix units and three times as long."""
+    if features <= 512:
+        return Tiles(rows=32, columns=32, depth=64, warps=4, stages=3)
+    return Tiles(rows=32, columns=128, depth=32, warps=4, stages=3)
+
+
+def gradient_of(
+    a: Tensor, b: Tensor, addend: Tensor, addend_transposed: bool, scale: Tensor, factor: float, *, by: Tiles | None = None
+) -> Tensor:
+    """aᵀb + s·M with M the addend, transposed or not."""
+    examples, features = a.shape
+    fused = examples <= MOST or by is not None
+    by = by or tiles(features)
+    out = torch.empty(features, features, dtype=a.dtype, device=a.device)
+    scale = scale.reshape(-1)
+    _gradient_kernel[(triton.cdiv(features, by.columns), triton.cdiv(features, by.rows))](
+        a.contiguous(), b.contiguous(), addend.contiguous(), scale, factor, out, examples, features, scale.numel(),
+        scale.stride(0), addend_transposed, by.rows, by.columns, by.depth, triton.cdiv(examples, by.depth) if fused else 0,
+        *sums(scale.numel()), input_precision(), num_warps=by.warps, num_stages=by.stages,
+    )  # fmt: skip
+    return out if fused else out.addmm_(a.mT, b)
+
+
+def sums(count: int) -> tuple[int, int]:
+    """How many at a time to sum `count` numbers, and how often."""
+    block = min(triton.next_power_of_2(count), 1024)
+    return block, triton.cdiv(count, block)
+
+
+@triton.jit
+def sum_of(values, count, stride, SUMS: tl.constexpr, ROUNDS: tl.constexpr):
+    total = tl.zeros((SUMS,), tl.float32)
+    for turn in range(ROUNDS):
+        places = turn * SUMS + tl.arange(0, SUMS)
+        total += tl.load(values + places.to(tl.int64) * stride, mask=places < count, other=0.0)
+    return tl.sum(total)
+
+
+@triton.jit
+def product(
+    a, b, rows, columns, examples, features, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The tile of aᵀb with these rows and columns."""
+    result = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in range(STEPS):
+        depth = step * DEPTH + tl.arange(0, DEPTH)
+        lefts = a + depth[None, :].to(tl.int64) * features + rows[:, None]
+        rights = b + depth[:, None].to(tl.int64) * features + columns[None, :]
+        left = tl.load(lefts, mask=(depth[None, :] < examples) & (rows[:, None] < features), other=0.0)
+        right = tl.load(rights, mask=(depth[:, None] < examples) & (columns[None, :] < features), other=0.0)
+        result = tl.dot(left, right, result, input_precision=PRECISION)
+    return uncut(result, PRECISION)
+
+
+@triton.jit
+def free(tile):
+    """The same numbers, no longer tied to the layout in which the matrix units leave them, which is not how memory wants them."""
+    same, _ = tl.split(tl.join(tile, tile))
+    return same
+
+
+@triton.jit
+def addend_tile(addend, rows, columns, at, inside, features, TRANSPOSED: tl.constexpr):
+    """The tile of M with these rows and columns, or of Mᵀ."""
+    if TRANSPOSED:
+        across = columns[:, None].to(tl.int64) * features + rows[None, :]
+        reach = (columns[:, None] < features) & (rows[None, :] < features)
+        tile = tl.trans(tl.load(addend + across, mask=reach, other=0.0))
+    else:
+        tile = tl.load(addend + at, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def _gradient_kernel(
+    a, b, addend, scale, factor, out, examples, features, count, stride, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, SUMS: tl.constexpr, ROUNDS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    at = rows[:, None].to(tl.int64) * features + columns[None, :]
+    inside = (rows[:, None] < features) & (columns[None, :] < features)
+    tile = addend_tile(addend, rows, columns, at, inside, features, TRANSPOSED)
+    tile *= factor * sum_of(scale, count, stride, SUMS, ROUNDS)
+    if STEPS > 0:
+        tile += free(product(a, b, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION))
+    tl.store(out + at, tile, mask=inside)
