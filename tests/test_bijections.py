@@ -160,6 +160,18 @@ def test_dtypes(case, dtype):
     assert_close(back, x, rtol=1e-3, atol=1e-3)
 
 
+def test_the_learned_inverse_without_a_gradient(case, device, kernels, poisoned):
+    """Then it may go through kernels."""
+    _, layer, x, context = case
+    z = layer(x, context=context)[0].detach()
+    expected = layer.approx_inverse(z, context=context)
+    layer, low = layer.float(), None if context is None else context.float()
+    with torch.no_grad():
+        found = layer.approx_inverse(z.float(), context=low)
+    assert found.dtype == torch.float32 and not found.requires_grad
+    assert_close(found.double(), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_empty_batch(case):
     _, layer, x, context = case
     z, _ = layer(x, context=context)  # a shape that is taken from data is known from here on

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from selfnorm import AffineCoupling, ConditionalAffine
-from selfnorm.layers.network import WIDEST_CHANGE, MatrixAffine
+from selfnorm.layers import coupling
+from selfnorm.layers.network import WIDEST_CHANGE, MatrixAffine, matrix_inverse
 from selfnorm.precision import PRECISIONS, precision
 
 
@@ -144,6 +145,33 @@ def test_a_fused_prior_is_the_plain_one(device, kernels, poisoned, value):
     expect_close_to_float64(ConditionalAffine(3, 2, 9), (2, 3, 4, 3), (2, 2, 4, 3), value, device)
 
 
+@pytest.mark.parametrize("value", PRECISIONS)
+@pytest.mark.parametrize(("shape", "hidden", "context_channels"), COUPLINGS)
+def test_the_fused_inverse_is_the_plain_one(device, kernels, poisoned, monkeypatch, value, shape, hidden, context_channels):
+    calls = []
+    monkeypatch.setattr(coupling, "matrix_inverse", lambda *args: calls.append(matrix_inverse(*args)) or calls[-1])
+    layer = decided(AffineCoupling(shape[1], hidden, context_channels)).to(device)
+    z = torch.randn(shape, device=device).round()
+    context = torch.randn(shape[0], context_channels, *shape[2:], device=device).round() if context_channels else None
+    with precision(value), torch.no_grad():
+        expected = layer.approx_inverse(z, context=context)
+        assert not calls
+        layer, z, context = layer.float(), z.float(), None if context is None else context.float()
+        found = layer.approx_inverse(z, context=context)
+        strided = layer.approx_inverse(z.to(memory_format=torch.channels_last), context=context)
+    assert len(calls) == 2 and torch.equal(found, strided)
+    assert found.dtype == torch.float32
+    assert (found - expected).norm() <= TOLERANCE[device.type][value][0] * expected.norm()
+
+
+def test_a_fused_inverse_is_for_those_who_want_no_gradient(device, kernels):
+    layer, z = shaken(AffineCoupling(4, hidden=8)).float().to(device), torch.randn(3, 4, 5, 6).float().to(device)
+    found = layer.approx_inverse(z)
+    assert found.requires_grad
+    with torch.no_grad():
+        assert_close(layer.approx_inverse(z), found, rtol=1e-3, atol=1e-3)
+
+
 def test_the_fused_coupling_takes_any_strides(device, kernels, poisoned):
     layer = shaken(AffineCoupling(4, hidden=8)).float().to(device)
     x = torch.randn(3, 4, 5, 6).float().to(device)
@@ -190,6 +218,7 @@ def test_a_fused_surrogate_has_no_second_derivative(device, kernels):
 
 @pytest.mark.parametrize("why", ["float64", "autocast", "empty", "wide"])
 def test_what_kernels_cannot_take_is_left_to_the_plain_code(device, kernels, why, monkeypatch):
+    monkeypatch.setattr(coupling, "matrix_inverse", lambda *args: pytest.fail("went to the kernels"))
     monkeypatch.setattr(MatrixAffine, "apply", lambda *args: pytest.fail("went to the kernels"))
     layer = shaken(AffineCoupling(2 * (WIDEST_CHANGE + 1) if why == "wide" else 4, hidden=8)).to(device)
     x = torch.randn(0 if why == "empty" else 2, layer.channels, 3, 3, device=device)
@@ -198,6 +227,8 @@ def test_what_kernels_cannot_take_is_left_to_the_plain_code(device, kernels, why
     with torch.autocast(device.type, torch.bfloat16, enabled=why == "autocast"):
         z, log_det, _ = layer.surrogate(x)
         exact_z, exact_log_det = layer(x)
+        with torch.no_grad():
+            assert torch.equal(layer.approx_inverse(x), layer.inverse(x)[0])
     assert torch.equal(z, exact_z) and torch.equal(log_det, exact_log_det)
 
 

@@ -109,7 +109,7 @@ def _tanh(u):
 @triton.jit
 def _head(
     columns, bias, log_scale, x, stride_n, stride_c, stride_y, stride_x, out, h, log_det,
-    C: tl.constexpr, STAY: tl.constexpr, H: tl.constexpr, W: tl.constexpr, K: tl.constexpr,
+    C: tl.constexpr, STAY: tl.constexpr, H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, BACK: tl.constexpr,
     PIXELS: tl.constexpr, CHANNELS: tl.constexpr, STAYING: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
@@ -142,13 +142,18 @@ def _head(
         place = (n * stride_n + y.to(tl.int64) * stride_y + u.to(tl.int64) * stride_x)[:, None]
         target = (n * ((STAY + C) * H * W) + pixel)[:, None]
         change = tl.load(x + place + ((STAY + j).to(tl.int64) * stride_c)[None, :], mask=known, other=0.0)
-        tl.store(out + target + ((STAY + j) * (H * W))[None, :], change * tl.exp(log_s) + odd, mask=known)
+        if BACK:
+            changed = (change - odd) * tl.exp(-log_s)
+        else:
+            changed = change * tl.exp(log_s) + odd
+        tl.store(out + target + ((STAY + j) * (H * W))[None, :], changed, mask=known)
         if STAY > 0:
             i = tl.arange(0, STAYING)
             copied = (pixel < H * W)[:, None] & (i < STAY)[None, :]
             stay = tl.load(x + place + (i.to(tl.int64) * stride_c)[None, :], mask=copied, other=0.0)
             tl.store(out + target + (i * (H * W))[None, :], stay, mask=copied)
-    tl.store(log_det + n, tl.sum(tl.sum(total, axis=1), axis=0))
+    volume = tl.sum(tl.sum(total, axis=1), axis=0)
+    tl.store(log_det + n, -volume if BACK else volume)
 
 
 def _pixels(size: int, channels: int) -> int:
@@ -156,10 +161,12 @@ def _pixels(size: int, channels: int) -> int:
     return min(max(1024 // triton.next_power_of_2(channels), 16), triton.next_power_of_2(size))
 
 
-def head(columns: Tensor, bias: Tensor, log_scale: Tensor, x: Tensor, stay: int) -> tuple[Tensor, Tensor, Tensor]:
+def head(
+    columns: Tensor, bias: Tensor, log_scale: Tensor, x: Tensor, stay: int, *, back: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """What the last convolution's columns say, done to x: h = (scatter(columns) + bias)·exp(3·log_scale), and
 
-        log s = 2·tanh(h_even/2),   z = x·exp(log s) + h_odd,   log_det = Σ log s.
+        log s = 2·tanh(h_even/2),   z = x·exp(log s) + h_odd,   log_det = Σ log s;   or, with `back`, the inverse of that.
 
     columns: (NHW, ≥ 18C) float32. x: (N, stay + C, H, W), of any strides; its first `stay` channels are copied.
     Gives z in x's shape, log_det (N,), and h (NHW, 2C) for the backward pass.
@@ -171,7 +178,7 @@ def head(columns: Tensor, bias: Tensor, log_scale: Tensor, x: Tensor, stay: int)
     log_det = torch.empty(n, dtype=x.dtype, device=x.device)
     _head[(n,)](
         columns, bias, log_scale, x, *x.stride(), out, h, log_det, C=changing, STAY=stay, H=height, W=width, K=columns.shape[1],
-        PIXELS=_pixels(height * width, changing), CHANNELS=triton.next_power_of_2(changing),
+        BACK=back, PIXELS=_pixels(height * width, changing), CHANNELS=triton.next_power_of_2(changing),
         STAYING=triton.next_power_of_2(max(stay, 1)), num_warps=8,
     )  # fmt: skip
     return out, log_det, h

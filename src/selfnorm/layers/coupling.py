@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from selfnorm.bijection import Bijection, Surrogate
 from selfnorm.checks import count, describe, expect_like, expect_shape
 from selfnorm.layers.elementwise import sum_event
-from selfnorm.layers.network import MatrixAffine, Weights, fusable, read
+from selfnorm.layers.network import MatrixAffine, Weights, fusable, matrix_inverse, read
 from selfnorm.precision import networks_in_bf16
 
 
@@ -43,6 +43,14 @@ class ConditionalAffine(Bijection):
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         log_scale, shift = self._read(z, context)
         return (z - shift) * (-log_scale).exp(), -sum_event(log_scale)
+
+    def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
+        expect_shape(self, z, self.channels, "H", "W")
+        context = expect_context(self, context, self.context_channels, z)
+        weights = self.weights()
+        if torch.is_grad_enabled() or not fusable(weights, z, context):
+            return super().approx_inverse(z, context=context)
+        return matrix_inverse(z, context, weights)
 
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
         expect_shape(self, x, self.channels, "H", "W")
@@ -97,6 +105,13 @@ class AffineCoupling(Bijection):
         stay, change, guide = self._split(z, context)
         change, log_det = self.affine.inverse(change, context=guide)
         return torch.cat([stay, change], dim=1), log_det
+
+    def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
+        stay, change, guide = self._split(z, context)
+        weights = self.affine.weights()
+        if self.context_channels or torch.is_grad_enabled() or not fusable(weights, z, guide):
+            return torch.cat([stay, self.affine.approx_inverse(change, context=guide)], dim=1)
+        return matrix_inverse(z, None, weights)
 
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
         stay, change, guide = self._split(x, context)

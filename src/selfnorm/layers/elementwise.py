@@ -240,8 +240,11 @@ class ActNorm(Bijection):
         return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
 
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.approx_inverse(z), -self._log_det(z)
+
+    def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
         shift, log_scale = self._parameters_for(z)
-        return z * (-log_scale).exp() - shift, -self._log_det(z)
+        return z * (-log_scale).exp() - shift
 
     @torch.no_grad()
     def initialize(self, x: Tensor, *, context: Tensor | None = None) -> None:

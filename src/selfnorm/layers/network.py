@@ -49,7 +49,7 @@ def read(weights: Weights, guide: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fusable(weights: Weights, x: Tensor, guide: Tensor) -> bool:
-    """Whether `MatrixAffine` can take over from `read`."""
+    """Whether `MatrixAffine` and `matrix_inverse` can take over from `read`."""
     return (
         usable(x, guide, *weights)
         and not torch.is_autocast_enabled(x.device.type)
@@ -119,6 +119,20 @@ class MatrixAffine(torch.autograd.Function):
         )
         second = grad_w2[:, :, None, None]
         return grad_x, grad_guide, None, first, first_bias, second, second_bias, last, last_bias, last_log_scale
+
+
+def matrix_inverse(z: Tensor, guide: Tensor | None, weights: Weights) -> Tensor:
+    """What `MatrixAffine` makes z of, by the same products: (z − t)·exp(−log s), without a gradient."""
+    from selfnorm.kernels.coupling import gather, head
+    from selfnorm.kernels.packing import pack
+
+    weights = Weights(*(parameter.contiguous() for parameter in weights))
+    stay = weights.first.shape[1] if guide is None else 0
+    w1, b1, w2, b2, w3, *_ = pack(*weights[:5], torch.bfloat16 if networks_in_bf16() else torch.float32)
+    columns = gather(z[:, :stay] if guide is None else guide, w1.dtype)
+    h2 = _hidden(_hidden(columns, w1, b1), w2, b2)
+    x, _, _ = head(_product(h2, w3.t()), weights.last_bias, weights.last_log_scale, z, stay, back=True)
+    return x
 
 
 def _through_last(columns: Tensor, w3: Tensor, h2: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -40,6 +40,7 @@ from selfnorm.layers.linear import (
     ConvMap,
     DenseMap,
     backward_in_full_precision,
+    convolve_quickly,
     in_full_precision,
     odd_kernel,
     refuse_second_derivative,
@@ -173,7 +174,7 @@ class SelfNormConv2d(_LearnedInverse, ConvMap):
         return _SelfNormConv2d.apply(x, self.weight, self.weight_inv, *self.geometry)
 
     def apply_inverse(self, z: Tensor) -> Tensor:
-        return convolve(z, self.weight_inv, self.geometry)
+        return convolve_quickly(z, self.weight_inv, self.geometry)
 
     def inverse_of(self, weight: Tensor) -> Tensor:
         groups = self.geometry.groups

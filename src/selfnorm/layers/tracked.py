@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from selfnorm.bijection import Surrogate
@@ -29,10 +28,12 @@ from selfnorm.inverses import invert, sketch_and_project, transposed, widen
 from selfnorm.kernels.dispatch import allows_tf32, usable
 from selfnorm.layers.kept import KeptInverse
 from selfnorm.layers.linear import (
+    PLAIN,
     ConvMap,
     DenseMap,
     FusedConv,
     backward_in_full_precision,
+    convolve_quickly,
     in_full_precision,
     refuse_second_derivative,
 )
@@ -308,7 +309,7 @@ class TrackedConv2d(_Tracked, ConvMap):
 
     def apply_inverse(self, z: Tensor) -> Tensor:
         if self.kernel_size == (1, 1):
-            return F.conv2d(z, self.weight_inv[:, :, None, None])
+            return convolve_quickly(z, self.weight_inv[:, :, None, None], PLAIN)
         return (z.flatten(1) @ self.weight_inv.mT).view_as(z)
 
     def inverse_of(self, weight: Tensor) -> Tensor:
