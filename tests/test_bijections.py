@@ -160,16 +160,20 @@ def test_dtypes(case, dtype):
     assert_close(back, x, rtol=1e-3, atol=1e-3)
 
 
-def test_the_learned_inverse_without_a_gradient(case, device, kernels, poisoned):
-    """Then it may go through kernels."""
+def test_the_learned_inverse_with_and_without_a_gradient(case, device, kernels, poisoned):
+    """Without one it may go through kernels."""
     _, layer, x, context = case
-    z = layer(x, context=context)[0].detach()
+    z = layer(x, context=context)[0].detach().requires_grad_()
     expected = layer.approx_inverse(z, context=context)
-    layer, low = layer.float(), None if context is None else context.float()
+    (slope,) = torch.autograd.grad(expected.square().sum(), z)
+    layer, low = layer.float(), z.detach().float().requires_grad_()
+    context = None if context is None else context.float()
     with torch.no_grad():
-        found = layer.approx_inverse(z.float(), context=low)
-    assert found.dtype == torch.float32 and not found.requires_grad
-    assert_close(found.double(), expected, rtol=1e-3, atol=1e-3)
+        found = layer.approx_inverse(low, context=context)
+    again = layer.approx_inverse(low, context=context)
+    assert found.dtype == torch.float32 and again.requires_grad
+    for value, limit in ((found, expected), (again, expected), (torch.autograd.grad(again.square().sum(), low)[0], slope)):
+        assert_close(value.double(), limit, rtol=1e-3, atol=1e-3)
 
 
 def test_empty_batch(case):

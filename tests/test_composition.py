@@ -4,7 +4,19 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from selfnorm import Bijection, Chain, Flatten, Flow, SelfNormConv2d, SelfNormLinear, Split, StandardNormal, Surrogate
+from selfnorm import (
+    Bijection,
+    Chain,
+    Flatten,
+    Flow,
+    SelfNormConv2d,
+    SelfNormLinear,
+    Split,
+    StandardNormal,
+    Surrogate,
+    TrackedConv2d,
+    TrackedLinear,
+)
 from selfnorm.models import fc_flow
 
 
@@ -127,9 +139,12 @@ def test_slices_of_a_chain_are_chains_with_the_same_parameters():
 
 
 def test_the_learned_inverse_takes_the_bias_off_first():
-    for layer, z in ((SelfNormLinear(3), torch.randn(2, 3)), (SelfNormConv2d(3, 1), torch.randn(2, 3, 4, 4))):
+    image = torch.randn(2, 3, 4, 4)
+    layers = [SelfNormLinear(3), TrackedLinear(3), SelfNormConv2d(3, 1), TrackedConv2d(3, 1, (4, 4))]
+    for layer, z in zip(layers, (image[..., 0, 0], image[..., 0, 0], image, image), strict=True):
         with torch.no_grad():
             layer.bias.copy_(torch.randn(3))
+            layer.weight_inv.add_(torch.randn_like(layer.weight_inv))
         bias = layer.bias if z.dim() == 2 else layer.bias[:, None, None]
         R = layer.weight_inv.reshape(3, 3)
         assert_close(layer.approx_inverse(z), torch.einsum("oi,ni...->no...", R, z - bias))

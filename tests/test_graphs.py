@@ -29,6 +29,15 @@ def test_garbage_is_collected_afterwards_as_before(before):
         (gc.enable if was else gc.disable)()
 
 
+def test_the_last_of_several_captures_lets_it_be_collected_again():
+    first, second = no_garbage_collection(), no_garbage_collection()
+    first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+
+
 @pytest.mark.gpu
 def test_a_graph_that_nobody_holds_any_more_does_not_spoil_the_next():
     x, old, graph = torch.ones(8, device="cuda"), torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()

@@ -5,6 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from selfnorm import RelativeLinear, SelfNormLinear, TrackedLinear
+from selfnorm.kernels import gradient as module
 from selfnorm.kernels.gradient import MOST, Tiles, gradient_of, tiles
 
 TILES = [Tiles(32, 64, 32, 4, 2), Tiles(16, 16, 16, 4, 2), Tiles(64, 32, 16, 4, 2), None]
@@ -37,9 +39,20 @@ def test_a_scale_may_be_one_number_spread_out_or_not(device, kernels, poisoned, 
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_many_examples_are_left_to_cublas(device, kernels, poisoned, transposed):
-    scale = torch.randn(MOST + 3, dtype=torch.float32, device=device)
-    expect_float64(device, MOST + 3, 18, scale, transposed, None)
+@pytest.mark.parametrize("examples", [MOST + 3, 1030])
+def test_many_examples_are_left_to_cublas(device, kernels, poisoned, examples, transposed):
+    scale = torch.randn(examples, dtype=torch.float32, device=device)
+    expect_float64(device, examples, 18, scale, transposed, None)
+
+
+@pytest.mark.parametrize("kind", [SelfNormLinear, RelativeLinear, TrackedLinear])
+def test_a_backward_pass_uses_it(device, kernels, monkeypatch, kind):
+    calls = []
+    monkeypatch.setattr(module, "gradient_of", lambda *args: calls.append(args) or gradient_of(*args))
+    layer, x = kind(5).float().to(device), torch.randn(3, 5, dtype=torch.float32, device=device)
+    z, log_det, reconstruction = layer.surrogate(x)
+    (z.sum() + log_det.sum() + reconstruction.sum()).backward()
+    assert len(calls) == (2 if kind is SelfNormLinear else 1)
 
 
 @pytest.mark.gpu

@@ -4,9 +4,17 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from selfnorm import AffineCoupling
+from selfnorm import AffineCoupling, SelfNormConv2d
+from selfnorm.kernels.dispatch import allows_tf32
 from selfnorm.models import glow
-from selfnorm.precision import PRECISIONS, full_float32, networks_in_bf16, precision
+from selfnorm.precision import (
+    PRECISIONS,
+    convolutions_in_tf32,
+    full_float32,
+    networks_in_bf16,
+    precision,
+    products_in_tf32,
+)
 
 
 def switches():
@@ -40,6 +48,38 @@ def test_they_nest_and_survive_errors():
     assert switches() == before
 
 
+@pytest.fixture
+def new_switches():
+    """Torch's newer way to say it, after which it refuses to read the older."""
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = matmul.fp32_precision, conv.fp32_precision
+    yield matmul, conv
+    matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = (value == "tf32" for value in before)
+    matmul.fp32_precision, conv.fp32_precision = before
+
+
+@pytest.mark.parametrize("ours", [precision, lambda value: full_float32()])
+@pytest.mark.parametrize("value", ["tf32", "ieee"])
+def test_torchs_newer_switches_come_back_too(new_switches, value, ours):
+    matmul, conv = new_switches
+    matmul.fp32_precision = conv.fp32_precision = value
+    if value == "tf32":
+        with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+            matmul.allow_tf32  # noqa: B018
+    assert products_in_tf32() == convolutions_in_tf32() == (value == "tf32")
+    with ours("float32"):
+        assert not products_in_tf32() and not convolutions_in_tf32()
+    assert matmul.fp32_precision == conv.fp32_precision == value
+
+
+def test_kernels_read_torchs_newer_switch(new_switches, device, kernels):
+    new_switches[0].fp32_precision = "tf32"
+    assert allows_tf32() == torch.cuda.is_available()
+    layer, x = SelfNormConv2d(3, 3).float().to(device), torch.randn(2, 3, 5, 5).float().to(device)
+    with torch.no_grad():
+        assert torch.isfinite(layer.approx_inverse(layer.surrogate(x).z)).all()
+
+
 def test_an_unknown_precision_is_refused():
     before = switches()
     with pytest.raises(ValueError, match="precision: expected one of float32, tf32, bf16, got 'half'"), precision("half"):
@@ -64,6 +104,8 @@ def test_bf16_is_the_networks_alone(device, dtype):
     with precision("bf16"):
         low_z, low_log_det = layer(x)
         back, back_log_det = layer.inverse(low_z)
+        with torch.no_grad():
+            assert_close(layer.approx_inverse(low_z), x, rtol=1e-5, atol=1e-5)
     assert low_z.dtype == low_log_det.dtype == dtype
     assert not torch.equal(low_z, z)
     assert_close(low_z, z, rtol=0.02, atol=0.02)

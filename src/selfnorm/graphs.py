@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import gc
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+_lock = threading.Lock()
+_captures = 0  # under way
+_collecting = True  # before the first of them
 
 
 @contextmanager
@@ -35,13 +40,19 @@ def capturing(graph: torch.cuda.CUDAGraph, *, pool: Any = None, stream: torch.cu
 def no_garbage_collection() -> Iterator[None]:
     """In this block nothing is collected unasked: an older graph that is destroyed while another is captured spoils it
     (pytorch/pytorch#161037)."""
-    before = gc.isenabled()
-    gc.disable()
+    global _captures, _collecting
+    with _lock:  # captures may be under way in several threads
+        if not _captures:
+            _collecting = gc.isenabled()
+            gc.disable()
+        _captures += 1
     try:
         yield
     finally:
-        if before:
-            gc.enable()
+        with _lock:
+            _captures -= 1
+            if not _captures and _collecting:
+                gc.enable()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -34,14 +34,12 @@ def precision(value: Precision) -> Iterator[None]:
     global _networks_in_bf16
     if value not in PRECISIONS:
         raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}, got {value!r}")
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32, _networks_in_bf16
-    matmul.allow_tf32 = cudnn.allow_tf32 = value != "float32"
-    _networks_in_bf16 = value == "bf16"
+    before, _networks_in_bf16 = _networks_in_bf16, value == "bf16"
     try:
-        yield
+        with _rounding(value != "float32"):
+            yield
     finally:
-        matmul.allow_tf32, cudnn.allow_tf32, _networks_in_bf16 = before
+        _networks_in_bf16 = before
 
 
 def networks_in_bf16() -> bool:
@@ -49,16 +47,39 @@ def networks_in_bf16() -> bool:
     return _networks_in_bf16
 
 
+def products_in_tf32() -> bool:
+    """Whether matrix products of float32 numbers may be rounded to TF32 on CUDA. Not so unless somebody asks torch for it."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def convolutions_in_tf32() -> bool:
+    """The same of convolutions, for which torch does so unless somebody asks it not to."""
+    return bool(_of_convolutions().fp32_precision == "tf32")
+
+
 @contextmanager
 def full_float32() -> Iterator[None]:
     """No rounding of products in here, whatever the precision: for small differences of large numbers, such as I − RW."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32
-    matmul.allow_tf32 = cudnn.allow_tf32 = False
+    with _rounding(False):
+        yield
+
+
+@contextmanager
+def _rounding(to_tf32: bool) -> Iterator[None]:
+    """Round products and convolutions in this block, or do not. Torch has two ways to say so, an old one, which sets the new one
+    too, and a new one, after which it refuses to read the old."""
+    matmul, cudnn, conv = torch.backends.cuda.matmul, torch.backends.cudnn, _of_convolutions()
+    before = matmul.fp32_precision, conv.fp32_precision
+    matmul.allow_tf32 = cudnn.allow_tf32 = to_tf32
     try:
         yield
     finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = before
+        matmul.allow_tf32, cudnn.allow_tf32 = (value == "tf32" for value in before)
+        matmul.fp32_precision, conv.fp32_precision = before
+
+
+def _of_convolutions() -> Any:
+    return torch.backends.cudnn.conv  # type: ignore[attr-defined]
 
 
 def summed_in_float32(a: Tensor, b: Tensor) -> Tensor:

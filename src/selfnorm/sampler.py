@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from selfnorm.flow import Flow, Inverse
 from selfnorm.graphs import capturing, generator_kept, waiting_is_an_error
-from selfnorm.precision import networks_in_bf16
+from selfnorm.precision import convolutions_in_tf32, networks_in_bf16, products_in_tf32
 
 GRAPHS = "cuda"  # the kind of device that has them
 
@@ -120,7 +120,7 @@ def _state_of(flow: Flow, z: Tensor) -> tuple[Any, ...]:
         tensors += (value for held in (module._parameters, module._buffers) for value in held.values() if value is not None)
         modules += (child for child in module._modules.values() if child is not None)
     lie = [(value.data_ptr(), value.dtype, value.shape, value.stride()) for value in tensors]
-    rounding = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, networks_in_bf16()
+    rounding = products_in_tf32(), convolutions_in_tf32(), networks_in_bf16()
     autocast = torch.is_autocast_enabled(z.device.type), torch.get_autocast_dtype(z.device.type)
     return z.device, z.dtype, z.shape, lie, rounding, autocast
 

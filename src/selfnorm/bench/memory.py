@@ -26,7 +26,7 @@ from selfnorm.bench.table import BenchTable, Cell, Note, Told, machine_of, measu
 from selfnorm.bench.timing import clock_mhz, reason_for
 from selfnorm.bench.training import examples_of, training_step
 from selfnorm.memory import PeakMemory
-from selfnorm.precision import Precision, networks_in_bf16, precision
+from selfnorm.precision import Precision, networks_in_bf16, precision, products_in_tf32
 from selfnorm.train.loop import threads
 
 MIB = 2**20
@@ -164,7 +164,7 @@ def _precision() -> Precision:
     """The one in use."""
     if networks_in_bf16():
         return "bf16"
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
+    return "tf32" if products_in_tf32() else "float32"
 
 
 def _in_this_process(model: Model) -> Memory:

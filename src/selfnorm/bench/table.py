@@ -14,7 +14,7 @@ import torch
 
 from selfnorm.bench.timing import Timing
 from selfnorm.files import json_text, write_text
-from selfnorm.precision import networks_in_bf16
+from selfnorm.precision import networks_in_bf16, products_in_tf32
 from selfnorm.report.provenance import provenance
 
 Cell = str | int | float | None
@@ -110,7 +110,7 @@ def source_of(
     if networks_in_bf16():
         source["precision"] = "bf16"
     elif device.type == "cuda":
-        source["precision"] = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
+        source["precision"] = "tf32" if products_in_tf32() else "float32"
     if device.type == "cuda":
         source["SM clock"] = None if clocks == (None, None) else f"{clocks[0]} MHz before, {clocks[1]} MHz after"
     return source

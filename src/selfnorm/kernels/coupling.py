@@ -152,8 +152,7 @@ def _head(
             copied = (pixel < H * W)[:, None] & (i < STAY)[None, :]
             stay = tl.load(x + place + (i.to(tl.int64) * stride_c)[None, :], mask=copied, other=0.0)
             tl.store(out + target + (i * (H * W))[None, :], stay, mask=copied)
-    volume = tl.sum(tl.sum(total, axis=1), axis=0)
-    tl.store(log_det + n, -volume if BACK else volume)
+    tl.store(log_det + n, tl.sum(tl.sum(total, axis=1), axis=0))
 
 
 def _pixels(size: int, channels: int) -> int:
@@ -166,7 +165,9 @@ def head(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the last convolution's columns say, done to x: h = (scatter(columns) + bias)·exp(3·log_scale), and
 
-        log s = 2·tanh(h_even/2),   z = x·exp(log s) + h_odd,   log_det = Σ log s;   or, with `back`, the inverse of that.
+        log s = 2·tanh(h_even/2),   z = x·exp(log s) + h_odd,   log_det = Σ log s;
+
+    or, with `back`, (x − h_odd)·exp(−log s) in z's place.
 
     columns: (NHW, ≥ 18C) float32. x: (N, stay + C, H, W), of any strides; its first `stay` channels are copied.
     Gives z in x's shape, log_det (N,), and h (NHW, 2C) for the backward pass.

@@ -12,7 +12,7 @@ nothing is written. An element whose gradient is not finite, or whose square is 
 
 A program owns the tile (i, j) of W and the tile (j, i) of R, all that depends on either, so it may write both where they are.
 Each matrix and moment is read and written once, 24D² bytes for a matrix, beside the factors, which come from the cache:
-(1/rows + 1/columns)·4ND² bytes for a product. Above `MOST` examples cuBLAS makes the product, and a pass over it the step.
+(1/rows + 1/columns)·4ND² bytes for a product. Above `MOST` examples the gradient is multiplied out first (`gradient`).
 """
 
 from __future__ import annotations

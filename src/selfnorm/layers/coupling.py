@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from selfnorm.bijection import Bijection, Surrogate
 from selfnorm.checks import count, describe, expect_like, expect_shape
 from selfnorm.layers.elementwise import sum_event
-from selfnorm.layers.network import MatrixAffine, Weights, fusable, matrix_inverse, read
+from selfnorm.layers.network import MatrixAffine, Weights, fusable, matrix_inverse, read, reads_alike
 from selfnorm.precision import networks_in_bf16
 
 
@@ -48,7 +48,7 @@ class ConditionalAffine(Bijection):
         expect_shape(self, z, self.channels, "H", "W")
         context = expect_context(self, context, self.context_channels, z)
         weights = self.weights()
-        if torch.is_grad_enabled() or not fusable(weights, z, context):
+        if torch.is_grad_enabled() or not (reads_alike() and fusable(weights, z, context)):
             return super().approx_inverse(z, context=context)
         return matrix_inverse(z, context, weights)
 
@@ -109,7 +109,7 @@ class AffineCoupling(Bijection):
     def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
         stay, change, guide = self._split(z, context)
         weights = self.affine.weights()
-        if self.context_channels or torch.is_grad_enabled() or not fusable(weights, z, guide):
+        if self.context_channels or torch.is_grad_enabled() or not (reads_alike() and fusable(weights, z, guide)):
             return torch.cat([stay, self.affine.approx_inverse(change, context=guide)], dim=1)
         return matrix_inverse(z, None, weights)
 

@@ -240,9 +240,12 @@ class ActNorm(Bijection):
         return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
 
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.approx_inverse(z), -self._log_det(z)
+        return self._undo(z), -self._log_det(z)
 
     def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
+        return self._undo(z)
+
+    def _undo(self, z: Tensor) -> Tensor:
         shift, log_scale = self._parameters_for(z)
         return z * (-log_scale).exp() - shift
 

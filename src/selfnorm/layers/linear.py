@@ -311,7 +311,7 @@ class FusedConv(torch.autograd.Function):
 
 
 def convolve_quickly(x: Tensor, kernel: Tensor, geometry: Geometry) -> Tensor:
-    """`convolve`, where nobody asks for a gradient by a kernel, if one fits."""
+    """`convolve`; by a kernel where one fits and nobody asks for a gradient."""
     if torch.is_grad_enabled() or not FusedConv.takes(x, kernel, None, geometry):
         return convolve(x, kernel, geometry)
     from selfnorm.kernels.plainconv import plain_forward

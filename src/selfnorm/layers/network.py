@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.linear import backward_in_full_precision, refuse_second_derivative
-from selfnorm.precision import networks_in_bf16, summed_in_float32
+from selfnorm.precision import convolutions_in_tf32, networks_in_bf16, products_in_tf32, summed_in_float32
 
 # Beyond these the kernels' tiles, which hold all taps of all channels, would not fit into registers.
 WIDEST_GUIDE, WIDEST_CHANGE = 128, 64
@@ -56,6 +56,11 @@ def fusable(weights: Weights, x: Tensor, guide: Tensor) -> bool:
         and guide.shape[1] <= WIDEST_GUIDE
         and weights.last.shape[0] <= 2 * WIDEST_CHANGE
     )
+
+
+def reads_alike() -> bool:
+    """Whether products round as the convolutions of `read` do, so that the inverse by the ones undoes the map by the others."""
+    return not networks_in_bf16() and products_in_tf32() == convolutions_in_tf32()
 
 
 class MatrixAffine(torch.autograd.Function):
@@ -122,13 +127,13 @@ class MatrixAffine(torch.autograd.Function):
 
 
 def matrix_inverse(z: Tensor, guide: Tensor | None, weights: Weights) -> Tensor:
-    """What `MatrixAffine` makes z of, by the same products: (z − t)·exp(−log s), without a gradient."""
+    """What `MatrixAffine` makes z of, by the same products of float32 numbers: (z − t)·exp(−log s), without a gradient."""
     from selfnorm.kernels.coupling import gather, head
     from selfnorm.kernels.packing import pack
 
     weights = Weights(*(parameter.contiguous() for parameter in weights))
     stay = weights.first.shape[1] if guide is None else 0
-    w1, b1, w2, b2, w3, *_ = pack(*weights[:5], torch.bfloat16 if networks_in_bf16() else torch.float32)
+    w1, b1, w2, b2, w3, *_ = pack(*weights[:5], torch.float32)
     columns = gather(z[:, :stay] if guide is None else guide, w1.dtype)
     h2 = _hidden(_hidden(columns, w1, b1), w2, b2)
     x, _, _ = head(_product(h2, w3.t()), weights.last_bias, weights.last_log_scale, z, stay, back=True)
