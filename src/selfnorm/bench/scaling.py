@@ -19,7 +19,7 @@ from selfnorm.bijection import Bijection
 from selfnorm.factored import factored_gradients
 from selfnorm.layers.tracked import TrackedLinear
 from selfnorm.models import LINEAR
-from selfnorm.train.step import BETAS, EPS, adam_state
+from selfnorm.train.step import BETAS, EPS, adam_tensors
 
 BATCH = 128
 SMALLEST = 32
@@ -95,8 +95,7 @@ def layer_step(layer: Bijection, x: Tensor, optimizer: torch.optim.Adam | None =
 
     def state(parameter: nn.Parameter) -> tuple[Tensor, Tensor, Tensor]:
         assert optimizer is not None
-        kept = adam_state(optimizer, parameter)
-        return kept["exp_avg"], kept["exp_avg_sq"], kept["step"]
+        return adam_tensors(optimizer, parameter)
 
     def run() -> None:
         layer.zero_grad(set_to_none=True)

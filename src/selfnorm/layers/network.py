@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -81,17 +82,8 @@ class MatrixAffine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, guide: Tensor | None, low: bool, *parameters: Tensor) -> tuple[Tensor, Tensor]:
-        from selfnorm.kernels.coupling import gather, head
-        from selfnorm.kernels.packing import pack
-
-        weights = Weights(*(parameter.contiguous() for parameter in parameters))
-        stay = weights.first.shape[1] if guide is None else 0
-        w1, b1, w2, b2, w3, w2_across, w3_across = pack(*weights[:5], torch.bfloat16 if low else torch.float32)
-        columns = gather(x[:, :stay] if guide is None else guide, w1.dtype)
-        h1 = _hidden(columns, w1, b1)
-        h2 = _hidden(h1, w2, b2)
-        z, log_det, h = head(_product(h2, w3.t()), weights.last_bias, weights.last_log_scale, x, stay)
-        ctx.save_for_backward(x, columns, h1, h2, h, w1, w2_across, w3_across, weights.last_log_scale)
+        z, log_det, kept = _by_products(x, guide, low, parameters)
+        ctx.save_for_backward(*kept)
         ctx.guide_shape = None if guide is None else guide.shape
         return z, log_det
 
@@ -128,16 +120,24 @@ class MatrixAffine(torch.autograd.Function):
 
 def matrix_inverse(z: Tensor, guide: Tensor | None, weights: Weights) -> Tensor:
     """What `MatrixAffine` makes z of, by the same products of float32 numbers: (z − t)·exp(−log s), without a gradient."""
+    return _by_products(z, guide, False, weights, back=True)[0]
+
+
+def _by_products(
+    x: Tensor, guide: Tensor | None, low: bool, parameters: Sequence[Tensor], *, back: bool = False
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """The affine map, or its inverse; its log_det; and what a backward pass needs."""
     from selfnorm.kernels.coupling import gather, head
     from selfnorm.kernels.packing import pack
 
-    weights = Weights(*(parameter.contiguous() for parameter in weights))
+    weights = Weights(*(parameter.contiguous() for parameter in parameters))
     stay = weights.first.shape[1] if guide is None else 0
-    w1, b1, w2, b2, w3, *_ = pack(*weights[:5], torch.float32)
-    columns = gather(z[:, :stay] if guide is None else guide, w1.dtype)
-    h2 = _hidden(_hidden(columns, w1, b1), w2, b2)
-    x, _, _ = head(_product(h2, w3.t()), weights.last_bias, weights.last_log_scale, z, stay, back=True)
-    return x
+    w1, b1, w2, b2, w3, w2_across, w3_across = pack(*weights[:5], torch.bfloat16 if low else torch.float32)
+    columns = gather(x[:, :stay] if guide is None else guide, w1.dtype)
+    h1 = _hidden(columns, w1, b1)
+    h2 = _hidden(h1, w2, b2)
+    z, log_det, h = head(_product(h2, w3.t()), weights.last_bias, weights.last_log_scale, x, stay, back=back)
+    return z, log_det, (x, columns, h1, h2, h, w1, w2_across, w3_across, weights.last_log_scale)
 
 
 def _through_last(columns: Tensor, w3: Tensor, h2: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,7 +23,7 @@ from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
 from selfnorm.objective import Fixed, Loss, Metrics
 from selfnorm.streams import Branches, beside, branching
-from selfnorm.train.step import BETAS, EPS, adam_state, unmarked
+from selfnorm.train.step import BETAS, EPS, adam_state, adam_tensors, unmarked
 
 # The first steps run as they are: they compile kernels and make libraries allocate what cannot be allocated in a capture.
 WARM_UP = 3
@@ -248,8 +248,7 @@ class CapturedStep:
         )
 
     def _state(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor, Tensor]:
-        state = adam_state(self.optimizer, parameter)
-        return state["exp_avg"], state["exp_avg_sq"], state["step"]
+        return adam_tensors(self.optimizer, parameter)
 
 
 def shared_step(optimizer: torch.optim.Adam, parameters: Sequence[Tensor]) -> Tensor:

@@ -114,6 +114,12 @@ def adam_state(optimizer: torch.optim.Adam, parameter: Tensor) -> dict[str, Tens
     return state
 
 
+def adam_tensors(optimizer: torch.optim.Adam, parameter: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same as a `factored.Record` wants it: the two moments, then the count."""
+    state = adam_state(optimizer, parameter)
+    return state["exp_avg"], state["exp_avg_sq"], state["step"]
+
+
 def steps_taken(optimizer: torch.optim.Adam) -> int:
     """How many steps changed the weights, by Adam's own count."""
     return max((int(state["step"]) for state in optimizer.state.values()), default=0)
