@@ -24,6 +24,7 @@ SHAPES = {
     "mixing of many channels": ((2, 48, 2, 3), (1, 1), (1, 1)),
     "several tiles": ((2, 2, 13, 23), (3, 5), (1, 1)),
     "larger than the image": ((3, 2, 2, 3), (7, 5), (3, 3)),
+    "eight channels of a square": ((2, 8, 4, 4), (3, 3), (3, 3)),
     "a single value": ((1, 1, 1, 1), (1, 1), (3, 3)),
 }
 

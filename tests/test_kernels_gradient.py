@@ -26,7 +26,7 @@ def expect_float64(device, examples, features, scale, transposed, by, factor=-0.
 
 @pytest.mark.parametrize("by", TILES, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1), (7, 5), (33, 70), (20, 64), (130, 33)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 5), (33, 70), (20, 64), (130, 33), (16, 32)], ids=str)
 def test_it_is_the_product_and_the_scaled_matrix(device, kernels, poisoned, shape, transposed, by):
     expect_float64(device, *shape, torch.randn(shape[0], dtype=torch.float32, device=device), transposed, by)
 

@@ -25,6 +25,7 @@ SHAPES = {
     "mixing one": ((3, 1, 6, 5), (1, 1)),
     "mixing four": ((5, 4, 3, 7), (1, 1)),
     "mixing many": ((7, 48, 2, 3), (1, 1)),
+    "eight channels of a square": ((3, 8, 2, 2), (3, 3)),
     "a single value": ((1, 1, 1, 1), (1, 1)),
 }
 

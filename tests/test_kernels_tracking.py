@@ -69,7 +69,7 @@ def test_the_inverse_follows(device, kernels, monkeypatch, name, by):
     assert int(layer.fallbacks) == 0
 
 
-@pytest.mark.parametrize("rows", [1, 3, 61, 101])
+@pytest.mark.parametrize("rows", [1, 3, 61, 64, 101])
 @pytest.mark.parametrize("programs", [1, 2, 256])
 def test_the_two_passes(device, kernels, monkeypatch, rows, programs):
     """For any number of programs, with more than one step each."""

@@ -41,7 +41,7 @@ def expect_state(optimizer, matrix, state, parameter):
 
 
 @pytest.mark.parametrize("by", TILES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (7, 5), (33, 70), (20, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 5), (33, 70), (20, 64), (16, 32)], ids=str)
 def test_a_pair_takes_the_steps_of_torchs_adam(device, kernels, shape, by):
     examples, features = shape
     W, R = single(device, features, features), single(device, features, features)
