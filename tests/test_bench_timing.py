@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from benching import BRIEF
-from selfnorm.bench import timing
+from selfnorm.bench import conditions, timing
+from selfnorm.bench.conditions import Conditions, clock_mhz
 from selfnorm.bench.graph import captured
-from selfnorm.bench.timing import Effort, Failure, Timing, Work, clock_mhz, measure, reason_for, summary
+from selfnorm.bench.timing import Effort, Failure, Timing, Work, measure, reason_for, summary
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 CPU = torch.device("cpu")
@@ -96,6 +97,26 @@ def test_reasons_are_short_lines():
     assert reason_for(torch.OutOfMemoryError("CUDA out of memory. Tried\nto allocate")) == "out of memory: Tried to allocate"
     assert reason_for(RuntimeError("")) == "RuntimeError: RuntimeError"
     assert len(reason_for(RuntimeError("x" * 1000))) == 160
+
+
+def test_what_others_take_of_the_cpu():
+    before, after = Conditions(10.0, None, 100.0), Conditions(14.0, None, 106.0)
+    assert before.cores_taken(after) == 1.5
+    assert before.until(after, CPU)["taken by others"].startswith("1.5 of ")
+    assert "much faster" in before.until(after, CPU)["taken by others"]
+    assert "much faster" not in before.until(Conditions(14.0, None, 100.5), CPU)["taken by others"]
+    assert before.until(Conditions(14.0, None, None), CPU) == {"taken by others": None}
+    assert before.until(Conditions(14.0, 1980, None), torch.device("cuda")) == {"SM clock": "None MHz before, 1980 MHz after"}
+
+
+def test_what_linux_says_of_others(monkeypatch):
+    """User, nice, system, idle, waiting for disks, two kinds of interrupts, stolen; the last two are in the first already."""
+    monkeypatch.setattr(conditions.Path, "read_text", lambda path: "cpu  100 10 50 9999 999 5 6 29 70 7\ncpu0 1 2 3\n")
+    monkeypatch.setattr(conditions.os, "sysconf", lambda name: 100)
+    monkeypatch.setattr(conditions.os, "times", lambda: (0.5, 0.25, 0.125, 0.125, 1e9))
+    assert Conditions.now(CPU).others == 2.0 - 1.0
+    monkeypatch.setattr(conditions.Path, "read_text", lambda path: "cpu  what\n")
+    assert Conditions.now(CPU).others is None
 
 
 def test_only_a_gpu_has_a_clock_and_graphs():

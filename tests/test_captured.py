@@ -17,14 +17,15 @@ from selfnorm.inverses import ExactFactors
 from selfnorm.kernels.dispatch import used_on
 from selfnorm.layers.linear import LinearMap
 from selfnorm.layers.tracked import TrackedLinear
+from selfnorm.precision import precision
 from selfnorm.recipe import override
 from selfnorm.recipes import build_flow, build_loss, find_recipe
 from selfnorm.runs import resume_run, start_run
 from selfnorm.train.captured import CapturedStep, _steps_per_graph, can_be_captured, shared_step
 from selfnorm.train.loop import Trainer
 from selfnorm.train.step import EagerStep, adam, steps_taken
-from selfnorm.train.stopping import DivergedError, StoppedError
-from small_runs import SMALL, assert_same_runs, digits
+from selfnorm.train.stopping import DivergedError, StoppedError, StopRequests
+from small_runs import SMALL, assert_same_runs, digits, started
 
 
 def made(kind, device, *settings, recipe="digits-fc-snf", block=5):
@@ -114,6 +115,43 @@ def test_any_steps_can_be_taken_again_from_the_middle_of_a_block(device):
         whole(2, index, 0.0)
         step_by_step += whole.losses.tolist()
     assert losses == pytest.approx([step_by_step[index] for index in (0, 3, 7, 11)], rel=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_no_step_waits_for_the_device(case, never_waiting):
+    """Two epochs' worth, once the graphs are there: with a new block of batches, and every length of a call."""
+    step = made(CapturedStep, torch.device("cuda"), *case[1:], recipe=case[0])
+    course(step, 3 * step.batches.steps_per_epoch)
+    taken = 0
+    with never_waiting():
+        while taken < 2 * step.batches.steps_per_epoch:
+            epoch, index = divmod(taken, step.batches.steps_per_epoch)
+            n = step.reach(index)
+            step(3 + epoch, index, *[1e-4] * n)
+            taken += n
+    assert step.losses.isfinite().all()
+
+
+@pytest.mark.gpu
+def test_no_epoch_waits_for_the_device_before_its_end(never_waiting):
+    trainer = started("epochs=5", "validate_every=5", device="cuda")
+    assert isinstance(trainer._step, CapturedStep)
+    steps, quietly = trainer.batches.steps_per_epoch, 0
+    with StopRequests() as stop, precision(trainer.recipe.precision):
+        pieces = trainer.advance(stop)
+        while trainer.epoch < 2:
+            next(pieces)
+        while trainer.epoch < 4:
+            index = trainer.progress.step % steps
+            if index + trainer._step.reach(index) == steps:
+                next(pieces)  # here the epoch's metrics are read
+                continue
+            with never_waiting():
+                next(pieces)
+            quietly += 1
+        pieces.close()
+    assert quietly > 2
 
 
 @pytest.fixture

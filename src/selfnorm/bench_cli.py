@@ -222,9 +222,13 @@ def _finish(
             OUT.print()
         _print_table(part, width)
     seen = {column for part in tables for column in part.columns}
-    clock = made.source.get("SM clock")
     notes = " ".join(note.text for note in made.notes if not note.columns or seen & set(note.columns))
-    for line in [*([] if quiet else [notes]), *([f"SM clock: {clock}"] if clock else []), *more, *made.failures]:
+    for line in [
+        *([] if quiet else [notes]),
+        *(f"{name}: {made.source[name]}" for name in ("SM clock", "taken by others") if made.source.get(name)),
+        *more,
+        *made.failures,
+    ]:
         OUT.print(textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False))
     json, figure = files
     if json is not None:

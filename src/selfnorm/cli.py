@@ -122,7 +122,8 @@ def train(
     if seeds > 1:
         if twin or profile:
             raise ValueError(
-                "--seeds: expected no --twin or --profile beside it; `selfnorm compare RECIPE TWIN --seeds N` trains both"
+                "--seeds: expected no --twin or --profile beside it; `selfnorm compare RECIPE TWIN --seeds N` trains both, and a "
+                "run of one seed can be profiled"
             )
         _train_seeds(chosen, seeds, folder, device, quiet, json)
         return

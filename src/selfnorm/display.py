@@ -233,7 +233,7 @@ def print_result(folder: Path, result: Result, as_json: bool) -> None:
     if as_json:
         return  # it came as the last record
     OUT.print(Text.assemble((result.recipe, "bold"), f": test NLL {result.test}"))
-    cost = f"{result.epochs} epochs in {result.seconds:.0f} s"
+    cost = f"{result.epochs} epoch{'s' * (result.epochs != 1)} in {result.seconds:.0f} s"
     cost += "" if result.step_seconds is None else f", {_short(1e3 * result.step_seconds)} ms a step"
     cost += "" if result.peak_memory is None else f", {result.peak_memory:.0f} MiB"
     OUT.print(f"  {cost}; best at epoch {result.best_epoch} by exact validation NLL")

@@ -20,10 +20,11 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from selfnorm.bench.conditions import Conditions
 from selfnorm.bench.floor import parameter_bytes, saved_bytes
 from selfnorm.bench.models import MODELS, Model
 from selfnorm.bench.table import BenchTable, Cell, Note, Told, machine_of, measuring, significant, source_of
-from selfnorm.bench.timing import clock_mhz, reason_for
+from selfnorm.bench.timing import reason_for
 from selfnorm.bench.training import examples_of, training_step
 from selfnorm.memory import PeakMemory
 from selfnorm.precision import Precision, networks_in_bf16, precision, products_in_tf32
@@ -82,7 +83,7 @@ def memory_table(
     """A row for each model, bare ones aside: they hold what their flow holds. An interruption ends the measuring: the table then
     holds what was done by then."""
     rows: list[list[Cell]] = []
-    details, failures, before = [], [], clock_mhz(device)
+    details, failures, before = [], [], Conditions.now(device)
     whole = [model for model in models if not model.bare]
     used = {model.recipe.threads or torch.get_num_threads() for model in whole}
     with measuring(device) as stop:
@@ -122,7 +123,7 @@ def memory_table(
         ],
         columns=COLUMNS,
         rows=rows,
-        source=source_of(device, command, (before, clock_mhz(device)), used),
+        source=source_of(device, command, before, used),
         details=details,
         failures=failures,
         stopped=stop.after(len(rows), len(whole), "models"),

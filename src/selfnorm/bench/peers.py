@@ -19,9 +19,22 @@ import torch
 from torch import Tensor, nn
 
 import selfnorm
+from selfnorm.bench.conditions import Conditions
 from selfnorm.bench.models import MODELS, Model
-from selfnorm.bench.table import BenchTable, Cell, Note, Told, in_full, machine_of, measuring, milli, significant, source_of
-from selfnorm.bench.timing import Effort, Failure, Timing, Work, clock_mhz, measure, reason_for
+from selfnorm.bench.table import (
+    BenchTable,
+    Cell,
+    Note,
+    Told,
+    blocks_of,
+    in_full,
+    machine_of,
+    measuring,
+    milli,
+    significant,
+    source_of,
+)
+from selfnorm.bench.timing import Effort, Failure, Timing, Work, measure, reason_for
 from selfnorm.bench.training import TrainingStep, training_step
 
 Loss = Callable[[Tensor], Tensor]  # of a batch, as a number
@@ -179,11 +192,11 @@ def peers_table(
     now: Told = str,
 ) -> tuple[BenchTable, list[Row]]:
     """The table, and what it is made of. An interruption ends the measuring: the table then holds what was done by then."""
-    before, rows = clock_mhz(device), list[Row]()
+    before, rows = Conditions.now(device), list[Row]()
     with measuring(device) as stop:
         for row in measure_peers(shapes, device, effort=effort, peers=peers, told=told, now=now):
             rows.append(row)
-    source = source_of(device, command, (before, clock_mhz(device)))
+    source = source_of(device, command, before)
     source |= {row.library: row.version for row in rows if row.library != "selfnorm"}
     ours: dict[tuple[int, ...], Timing] = {}
     for row in rows:
@@ -193,8 +206,9 @@ def peers_table(
         title=f"A training step beside other libraries', on {machine_of(device)}",
         notes=[
             Note(
-                f"Forward, backward and Adam at batch {BATCH}, in milliseconds: medians over up to 20 blocks after a "
-                "warm-up, with the 10 % and 90 % quantiles of the blocks; models for one shape took turns."
+                f"Forward, backward and Adam at batch {BATCH}, in milliseconds: medians over "
+                f"{blocks_of(row.step for row in rows)} after a warm-up, with the 10 % and 90 % quantiles of the "
+                "blocks; models for one shape took turns."
             ),
             Note(
                 "Ours is the whole step with a batch made of bytes"

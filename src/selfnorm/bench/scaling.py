@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from selfnorm.bench.conditions import Conditions
 from selfnorm.bench.graph import captured
-from selfnorm.bench.table import BenchTable, Cell, Note, Told, in_full, machine_of, measuring, significant, source_of
-from selfnorm.bench.timing import Effort, Failure, Timing, Work, clock_mhz, measure, reason_for
+from selfnorm.bench.table import BenchTable, Cell, Note, Told, blocks_of, in_full, machine_of, measuring, significant, source_of
+from selfnorm.bench.timing import Effort, Failure, Timing, Work, measure, reason_for
 from selfnorm.bijection import Bijection
 from selfnorm.factored import factored_gradients
 from selfnorm.layers.tracked import TrackedLinear
@@ -165,7 +166,7 @@ def scaling_table(
     now: Told = str,
 ) -> tuple[BenchTable, list[Point]]:
     """The table, and what it is made of. An interruption ends the measuring: the table then holds what was done by then."""
-    before, points = clock_mhz(device), list[Point]()
+    before, points = Conditions.now(device), list[Point]()
     with measuring(device) as stop:
         for point in measure_scaling(dimensions, device, effort=effort, told=told, now=now):
             points.append(point)
@@ -175,7 +176,7 @@ def scaling_table(
         notes=_notes(points, device),
         columns=("D", "step", *(f"{kind}, ms" for kind in KINDS), "exact / learned"),
         rows=[row for part in PARTS for row in rows_of(points, part)] if points else [],
-        source=source_of(device, command, (before, clock_mhz(device))),
+        source=source_of(device, command, before),
         details=[_details(point) for point in points],
         failures=failures,
         stopped=stop.after(len({point.dimensions for point in points}), len(dimensions), "dimensions"),
@@ -251,7 +252,7 @@ def _from(size: float | None, measured: Mapping[int, float]) -> Cell:
 
 
 def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 2)
+    return None if value is None else round(value, 2) + 0.0  # −0 is 0
 
 
 def _details(point: Point) -> dict[str, Any]:
@@ -267,14 +268,16 @@ def _details(point: Point) -> dict[str, Any]:
 
 def _notes(points: Sequence[Point], device: torch.device) -> list[Note]:
     eager = sorted({point.kind for point in points if point.how == "eager" and point.timing})
-    how = ""
+    how = fused = ""
     if device.type == "cuda":
+        fused = ", in whose kernel a weight's gradient is multiplied where it comes as factors"
         how = " In CUDA graphs of up to 20 steps" + (f", but for {', '.join(eager)}, which cannot be captured." if eager else ".")
     return [
         Note(
             f"Gradient: `surrogate` and its backward pass at batch {BATCH}, and tracking where there is any; with Adam: all that "
-            "and its step, in whose kernel a weight's gradient is multiplied where it comes as factors. "
-            "Milliseconds, medians over up to 20 blocks after a warm-up; at each D all kinds took turns." + how
+            f"and its step{fused}. "
+            f"Milliseconds, medians over {blocks_of(point.timing for point in points)} after a warm-up; at each D all kinds took "
+            "turns." + how
         ),
         Note("Learned: the self-normalizing layer; Newton–Schulz and sketch: tracked inverses; exact: by slogdet."),
         Note(

@@ -11,12 +11,25 @@ from typing import Any
 
 import torch
 
+from selfnorm.bench.conditions import Conditions
 from selfnorm.bench.floor import Ceilings, Counts, bare_step, count, measure_ceilings
 from selfnorm.bench.graph import captured
 from selfnorm.bench.memory import MIB, memory_of
 from selfnorm.bench.models import PAPER_MS, Model, families
-from selfnorm.bench.table import BenchTable, Cell, Note, Told, in_full, machine_of, measuring, milli, significant, source_of
-from selfnorm.bench.timing import Effort, Failure, Timing, Work, clock_mhz, measure, reason_for, synchronize
+from selfnorm.bench.table import (
+    BenchTable,
+    Cell,
+    Note,
+    Told,
+    blocks_of,
+    in_full,
+    machine_of,
+    measuring,
+    milli,
+    significant,
+    source_of,
+)
+from selfnorm.bench.timing import Effort, Failure, Timing, Work, measure, reason_for, synchronize
 from selfnorm.bench.training import TrainingStep, training_step
 from selfnorm.flow import Flow
 from selfnorm.sampler import Sampler
@@ -120,7 +133,7 @@ def steps_table(
     now: Told = str,
 ) -> tuple[BenchTable, list[Measured]]:
     """The table, and what it is made of. An interruption ends the measuring: the table then holds what was done by then."""
-    before, measured = clock_mhz(device), list[Measured]()
+    before, measured = Conditions.now(device), list[Measured]()
     with measuring(device) as stop:
         for each in measure_steps(models, device, effort=effort, memory=memory, told=told, now=now):
             measured.append(each)
@@ -131,7 +144,7 @@ def steps_table(
         notes=_notes(device, measured, memory),
         columns=COLUMNS,
         rows=[_row(each, exact.get(each.model.family)) for each in measured],
-        source=source_of(device, command, (before, clock_mhz(device)), used),
+        source=source_of(device, command, before, used),
         details=[_details(each) for each in measured],
         failures=[f"{each.model.name}: {each.failure}" for each in measured if each.failure],
         stopped=stop.after(sum(each.whole for each in measured), len(models), "models"),
@@ -293,6 +306,12 @@ def _line(each: Measured) -> str:
     return f"{each.model.name}: {1e3 * each.step.median:.3g} ms a step{share}{sample}"
 
 
+_BARE = (
+    "Bare: the matrix products that the self-normalizing step cannot do without, and Adam, each as libraries have it; on a GPU "
+    "the step's own kernels, which do several things at once, can be faster than that."
+)
+
+
 def _notes(device: torch.device, measured: Sequence[Measured], memory: bool) -> list[Note]:
     cuda = device.type == "cuda"
     ceilings = {each.threads: each.ceilings for each in measured}
@@ -306,8 +325,8 @@ def _notes(device: torch.device, measured: Sequence[Measured], memory: bool) -> 
             step,
         ),
         Note(
-            "Times are medians over up to 20 blocks after a warm-up, with the 10 % and 90 % quantiles of the blocks; "
-            "models of a family took turns.",
+            f"Times are medians over {blocks_of(each.step for each in measured)} after a warm-up, with the 10 % and 90 % "
+            "quantiles of the blocks; models of a family took turns.",
             step,
         ),
         Note("Exact / this: how many times as long the exact twin's step takes.", ("exact / this",)),
@@ -320,7 +339,7 @@ def _notes(device: torch.device, measured: Sequence[Measured], memory: bool) -> 
             "backward pass.",
             floor,
         ),
-        *([Note("Bare: the matrix products that the self-normalizing step cannot do without, and Adam.")] if bare else []),
+        *([Note(_BARE)] if bare else []),
         Note("A sample is drawn by the fastest inverse, one at a time and waited for.", ("ms a sample",)),
         Note("In a graph: where none of it waits for the device.", ("in a graph",)),
         Note(f"Samples/s: {BULK} at once.", ("samples/s",)),

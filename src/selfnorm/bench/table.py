@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from selfnorm.bench.conditions import Conditions
 from selfnorm.bench.timing import Timing
 from selfnorm.files import json_text, write_text
 from selfnorm.precision import networks_in_bf16, products_in_tf32
@@ -103,17 +104,23 @@ def machine_of(device: torch.device, threads: Iterable[int] = ()) -> str:
 
 
 def source_of(
-    device: torch.device, command: str | None, clocks: tuple[int | None, int | None], threads: Iterable[int] = ()
+    device: torch.device, command: str | None, before: Conditions, threads: Iterable[int] = ()
 ) -> dict[str, str | None]:
-    """Provenance, with the precision of products and, of a GPU, how fast its clock was before and after."""
+    """Provenance, with the precision of products, and under what conditions it was measured since then."""
     source = provenance(device, command) | {"machine": machine_of(device, threads)}
     if networks_in_bf16():
         source["precision"] = "bf16"
     elif device.type == "cuda":
         source["precision"] = "tf32" if products_in_tf32() else "float32"
-    if device.type == "cuda":
-        source["SM clock"] = None if clocks == (None, None) else f"{clocks[0]} MHz before, {clocks[1]} MHz after"
-    return source
+    return source | before.until(Conditions.now(device), device)
+
+
+def blocks_of(timings: Iterable[Timing | None]) -> str:
+    """Over how many blocks medians are, for a note."""
+    numbers = {timing.blocks for timing in timings if timing}
+    if not numbers:
+        return "no blocks"
+    return f"{min(numbers)} to {max(numbers)} blocks" if len(numbers) > 1 else f"{min(numbers)} blocks"
 
 
 def significant(value: float | None, digits: int = 3) -> float | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -132,26 +131,6 @@ def synchronize(device: torch.device) -> None:
     """Wait for a device that works by itself."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def clock_mhz(device: torch.device) -> int | None:
-    """The clock of a GPU's multiprocessors after a moment's work, since it falls when idle; None where nobody tells."""
-    if device.type != "cuda":
-        return None
-    a = torch.ones(4096, 4096, device=device, dtype=torch.float32)
-    for _ in range(20):
-        a @ a
-    torch.cuda.synchronize(device)
-    try:
-        return int(torch.cuda.clock_rate(device))
-    except (ImportError, RuntimeError, OSError, AttributeError, ValueError):
-        pass
-    try:
-        which = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        query = ["nvidia-smi", "-i", which, "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
-        return int(subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout.split()[0])
-    except (AttributeError, OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return None
 
 
 def reason_for(error: BaseException) -> str:

@@ -130,7 +130,8 @@ def patches(
     down, right = tap // KW - KH // 2, tap % KW - KW // 2
     row, column = (pixel // W)[None, :] + down[:, None], (pixel % W)[None, :] + right[:, None]
     # A `where` that puts the taps beyond the last one below the image would save an `and`, but some of NVIDIA's assemblers (12.8)
-    # get it wrong: with 8 or 16 channels and H = W a power of 2, every tap then reads a row too low.
+    # get it wrong: with 8 or 16 channels and H = W a power of 2, `plainconv`'s
+    # taps, all but those of the last round, then read a row too low.
     inside = (row >= 0) & (row < H) & (column >= 0) & (column < W) & ((channel < C) & (tap < KH * KW))[:, None]
     return tl.load(image + pixel[None, :] + (channel * (H * W) + down * W + right)[:, None], mask=inside, other=0.0)
 
