@@ -22,6 +22,7 @@ from selfnorm import (
     TrackedConv2d,
     TrackedLinear,
 )
+from selfnorm.layers.linear import SMALL_BLOCK
 from selfnorm.precision import precision
 from test_kernels_conv import agree, normal, random_layer, trained
 
@@ -49,8 +50,7 @@ OF_VECTORS = {
     "ExactLinear": ExactLinear,
     "SplineActivation-flat": SplineActivation,
 }
-PLAIN = ("ExactLinear",)  # whose large determinants are a library's
-ROUND_IMAGES = [(3, 8, 2, 2), (2, 4, 2, 3)]
+ROUND_IMAGES = [(3, 8, 2, 2), (2, 3, 2, 3)]
 ROUND_VECTORS = [(16, 16), (5, 7)]
 PRODUCTS, DRAWS, LARGE = ["float32"], 1, False
 if torch.cuda.is_available():  # step by step in Python these would take minutes, and find nothing: there is no compiler
@@ -122,7 +122,7 @@ def expect_float64(name, make, shape, products, device, launches):
         found = trained(layer, x)
         with torch.no_grad():
             found.append(layer.approx_inverse(x))
-    assert launches or name in PLAIN
+    assert launches or (name == "ExactLinear" and shape[1] > SMALL_BLOCK)  # whose determinants are a library's
     found, expected = ([value for value in values if value.numel()] for values in (found, expected))
     # TF32 has errors of its own, of a part in a thousand; a tap in the wrong place would be seen in both.
     agree(found, expected, tolerance=1e-4 if products == "float32" else 5e-2)
