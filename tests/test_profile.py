@@ -13,7 +13,7 @@ from small_runs import same, started
 from test_captured import made
 
 GLOW = ("model=glow", "blocks=2", "steps=1", "hidden=8", "kernel_size=1")
-REST = ["the rest of the loss", "norm of the gradient", "Adam", "after the step"]
+REST = ["the rest of the loss", "norm of the gradient", "Adam", "trackers, multipliers"]
 
 
 @pytest.mark.parametrize("kind", [EagerStep, CapturedStep])

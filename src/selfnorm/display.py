@@ -222,9 +222,12 @@ def print_profile(pieces: Sequence[Piece], as_json: bool) -> None:
     layers, rest = [piece for piece in pieces if piece.kind], [piece for piece in pieces if not piece.kind]
     kinds = sorted({piece.kind for piece in layers})
     rows = [row(f"layer {piece.place}", [piece], piece.kind) for piece in layers]
-    rows += [row(f"all {kind}", some, f"× {len(some)}") for kind in kinds if (some := [p for p in layers if p.kind == kind])]
-    rows += [row(piece.place, [piece]) for piece in rest]
-    rows.append(row("a step", pieces))
+    gap = ("",) * 5
+    rows += [
+        gap,
+        *(row(f"all {kind}", some, f"× {len(some)}") for kind in kinds if (some := [p for p in layers if p.kind == kind])),
+    ]
+    rows += [gap, *(row(piece.place, [piece]) for piece in rest), gap, row("a step", pieces)]
     OUT.print(table("Where a step's time goes", ("", "kind", "forward µs", "backward µs", "share"), rows))
 
 

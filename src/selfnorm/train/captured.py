@@ -162,7 +162,7 @@ class CapturedStep:
                     record.apply_adam(self._state, self._rates[step], self._frozen, self._late_failure, BETAS, EPS)
             self._adam(self._rates[step])
         self.optimizer.zero_grad(set_to_none=True)
-        self.mark("after the step")
+        self.mark("trackers, multipliers")
         taken = metrics
         if type(self.loss.penalty) is not Fixed:  # multipliers stay where they are if an error is not a number
             taken = metrics._replace(reconstruction=torch.where(self._frozen > 0, torch.nan, metrics.reconstruction))

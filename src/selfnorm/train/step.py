@@ -92,7 +92,7 @@ class EagerStep:
         # The switch that gradient scaling uses: a fused step with found_inf = 1 leaves weights and moments alone.
         self.optimizer.found_inf = self.failed  # type: ignore[attr-defined]
         self.optimizer.step()
-        self.mark("after the step")
+        self.mark("trackers, multipliers")
         self.loss.after_step(metrics, generator=generator)
         self.mark("end")
         self.losses = value.detach()[None]
