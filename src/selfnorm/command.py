@@ -123,3 +123,8 @@ def the_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError):
         raise ValueError(f"--device: expected a device of this machine, got {name!r}; auto takes what there is") from None
     return device
+
+
+def the_folder(path: Path | None) -> str | None:
+    """The data folder that `--data` means, wherever the run is gone on with."""
+    return None if path is None else str(path.expanduser().resolve())
