@@ -1,8 +1,6 @@
 """Tests run in float64, from a fixed seed, on the CPU and on whatever accelerator is present."""
 
 import os
-import warnings
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ import torch
 from benching import BRIEF
 from commandline import SHORT, numbers, ok, write_csv
 from selfnorm.bench.floor import Ceilings
+from selfnorm.graphs import waiting_is_an_error
 from selfnorm.kernels.dispatch import used_on
 
 ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -79,18 +78,7 @@ def factorisations(monkeypatch):
 @pytest.fixture
 def never_waiting():
     """A context in which waiting for the device is an error."""
-
-    @contextmanager
-    def context():
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch calls this a prototype, once
-                torch.cuda.set_sync_debug_mode("error")
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    return context
+    return waiting_is_an_error
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from benching import BRIEF
 from selfnorm.bench import conditions, timing
 from selfnorm.bench.conditions import Conditions, clock_mhz
 from selfnorm.bench.graph import captured
+from selfnorm.bench.table import blocks_of
 from selfnorm.bench.timing import Effort, Failure, Timing, Work, measure, reason_for, summary
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -117,6 +118,13 @@ def test_what_linux_says_of_others(monkeypatch):
     assert Conditions.now(CPU).others == 2.0 - 1.0
     monkeypatch.setattr(conditions.Path, "read_text", lambda path: "cpu  what\n")
     assert Conditions.now(CPU).others is None
+
+
+def test_a_note_says_over_how_many_blocks():
+    three, twenty = Timing(1.0, 1.0, 1.0, 3), Timing(1.0, 1.0, 1.0, 20)
+    assert blocks_of([twenty, None, three]) == "3 to 20 blocks"
+    assert blocks_of([three, three]) == "3 blocks"
+    assert blocks_of([None]) == "no blocks"
 
 
 def test_only_a_gpu_has_a_clock_and_graphs():
