@@ -52,10 +52,20 @@ OF_VECTORS = {
 }
 ROUND_IMAGES = [(3, 8, 2, 2), (2, 3, 2, 3)]
 ROUND_VECTORS = [(16, 16), (5, 7)]
+OF_MANY_TAPS = {
+    "SelfNormConv2d-7x7": lambda c, h, w: SelfNormConv2d(c, 7),
+    "SelfNormConv2d-5x5": lambda c, h, w: SelfNormConv2d(c, 5, inverse_kernel_size=7),
+    "TrackedConv2d-7x7": lambda c, h, w: TrackedConv2d(c, 7, (h, w)),
+    "ExactConv2d-7x7": lambda c, h, w: ExactConv2d(c, 7),
+    "EmergingConv2d-5x5": lambda c, h, w: EmergingConv2d(c, 5),
+    "ExpConv2d-7x7": lambda c, h, w: ExpConv2d(c, 7),
+}
+MANY_TAPS_IMAGES = [(2, 5, 3, 4)]  # taken in 7 rounds, more than are unrolled
 PRODUCTS, DRAWS, LARGE = ["float32"], 1, False
 if torch.cuda.is_available():  # step by step in Python these would take minutes, and find nothing: there is no compiler
     ROUND_IMAGES += [(3, 8, 4, 4), (2, 8, 8, 8), (2, 16, 4, 4), (2, 16, 2, 2), (2, 32, 4, 4), (2, 4, 16, 16), (2, 12, 7, 7)]
     ROUND_VECTORS += [(16, 64), (128, 128), (1, 256), (64, 100)]
+    MANY_TAPS_IMAGES += [(2, 1, 9, 9), (3, 3, 8, 8), (2, 8, 8, 8), (2, 12, 6, 10), (2, 18, 6, 7)]
     PRODUCTS, DRAWS, LARGE = ["float32", "tf32"], 6, True
 
 
@@ -98,6 +108,12 @@ def launches(monkeypatch):
 @pytest.mark.parametrize("products", PRODUCTS)
 @pytest.mark.parametrize("name, make, shape", ROUND)
 def test_round_sizes(name, make, shape, products, device, launches):
+    expect_float64(name, make, shape, products, device, launches)
+
+
+@pytest.mark.parametrize("products", PRODUCTS)
+@pytest.mark.parametrize("name, make, shape", cases(OF_MANY_TAPS, MANY_TAPS_IMAGES))
+def test_many_taps(name, make, shape, products, device, launches):
     expect_float64(name, make, shape, products, device, launches)
 
 

@@ -77,26 +77,26 @@ def _series_forward(
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     PIXELS: tl.constexpr, OUT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """An image for each program. A term reads what all threads wrote of the one before it, so these meet in between."""
+    """An image for each program. A term reads what all threads wrote of the one before it, so these meet in between.
+
+    Terms are not unrolled: they wait for each other anyway, and there would be too much to compile.
+    """
     ONE_TILE: tl.constexpr = H * W <= PIXELS
     n = tl.program_id(0)
     image = n.to(tl.int64) * (C * H * W)
     out = tl.arange(0, OUT)
     total = tl.zeros((OUT, PIXELS), tl.float32)  # if there is but one tile; else z itself holds the sum
-    for i in tl.static_range(1, TERMS + 1):
-        if i == 1:
-            source = x_ptr + image
-        else:
-            tl.debug_barrier()
-            source = kept_ptr + (i - 2) * tl.cast(numel, tl.int64) + image
+    source = x_ptr + image
+    for i in range(1, TERMS + 1):
+        tl.debug_barrier()
+        kept = kept_ptr + (i - 1) * tl.cast(numel, tl.int64)
         for start in range(0, H * W, PIXELS):
             pixel = start + tl.arange(0, PIXELS)
             there = (out < C)[:, None] & (pixel < H * W)[None, :]
             places = image + (out * (H * W))[:, None] + pixel[None, :]
             term = convolved(source, kernel_ptr, None, pixel, out, C, H, W, KH, KW, PIXELS, OUT, WIDTH, DEPTH, False, PRECISION)
             term = term / i
-            if i < TERMS:
-                tl.store(kept_ptr + (i - 1) * tl.cast(numel, tl.int64) + places, term, mask=there)
+            tl.store(kept + places, term, mask=there & (i < TERMS))
             if i == 1:
                 term += tl.load(x_ptr + places, mask=there, other=0.0)
                 if bias_ptr is not None:
@@ -104,9 +104,9 @@ def _series_forward(
             if ONE_TILE:
                 total += term
             else:
-                if i > 1:
-                    term += tl.load(z_ptr + places, mask=there, other=0.0)
+                term += tl.load(z_ptr + places, mask=there & (i > 1), other=0.0)
                 tl.store(z_ptr + places, term, mask=there)
+        source = kept + image
     if ONE_TILE:
         pixel = tl.arange(0, PIXELS)
         there = (out < C)[:, None] & (pixel < H * W)[None, :]
@@ -124,26 +124,25 @@ def _series_backward(
     """An image for each program: s_{TERMS−1} down to s_1, and g_x. The first product reads g itself: s_TERMS is but g / TERMS."""
     image = tl.program_id(0).to(tl.int64) * (C * H * W)
     out = tl.arange(0, OUT)
-    for step in tl.static_range(0, TERMS):
+    source = grad_z_ptr
+    for step in range(TERMS):
         i = TERMS - step  # the term that is gone back through
-        if step == 0:
-            source = grad_z_ptr + image
+        if i == 1:
+            target = grad_x_ptr
         else:
-            tl.debug_barrier()
-            source = scaled_ptr + (i - 1) * tl.cast(numel, tl.int64) + image
+            target = scaled_ptr + (i - 2) * tl.cast(numel, tl.int64)
+        tl.debug_barrier()
         for start in range(0, H * W, PIXELS):
             pixel = start + tl.arange(0, PIXELS)
             there = (out < C)[:, None] & (pixel < H * W)[None, :]
             places = image + (out * (H * W))[:, None] + pixel[None, :]
             arriving = tl.load(grad_z_ptr + places, mask=there, other=0.0)
-            grad = convolved(source, kernel_ptr, None, pixel, out, C, H, W, KH, KW, PIXELS, OUT, WIDTH, DEPTH, True, PRECISION)
-            if step == 0:
-                grad = grad / TERMS
-            grad += arriving
-            if i == 1:
-                tl.store(grad_x_ptr + places, grad, mask=there)
-            else:
-                tl.store(scaled_ptr + (i - 2) * tl.cast(numel, tl.int64) + places, grad / (i - 1), mask=there)
+            grad = convolved(
+                source + image, kernel_ptr, None, pixel, out, C, H, W, KH, KW, PIXELS, OUT, WIDTH, DEPTH, True, PRECISION
+            )
+            grad = grad / tl.where(step == 0, TERMS, 1) + arriving
+            tl.store(target + places, grad / tl.maximum(i - 1, 1), mask=there)
+        source = target
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfnorm.kernels.conv import column_sums, convolved, depth_for, patches, places_in_kernel, shape_of, total_of
+from selfnorm.kernels.conv import column_sums, convolved, depth_for, patches, places_in_kernel, shape_of, total_of, unrolled
 from selfnorm.kernels.rounding import uncut
 
 MOST_ROWS = 512  # of partial sums: more would take longer to add than the tiles take
@@ -166,7 +166,7 @@ def _backward(
     else:
         partial = partial_ptr + row.to(tl.int64) * (C * C * TAPS + C)
         arriving = tl.zeros((OUT, PIXELS), tl.float32)
-        for first in tl.static_range(0, TAPS, DEPTH // WIDTH):
+        for first in tl.range(0, TAPS, DEPTH // WIDTH, loop_unroll_factor=unrolled(TAPS, DEPTH // WIDTH, C, PRECISION)):
             total = tl.zeros((OUT, DEPTH), tl.float32)
             products = tl.zeros((OUT, PIXELS), tl.float32)  # of a single channel
             for step in range(EACH):
