@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from selfnorm.kernels.dispatch import input_precision
+from selfnorm.kernels.division import quotient_and_rest
 from selfnorm.kernels.rounding import uncut
 
 
@@ -139,11 +140,10 @@ def patches(
     Columns of pixels beyond the image hold values of no meaning.
     """
     channel, tap = k % WIDTH, first + k // WIDTH
-    down, right = tap // KW - KH // 2, tap % KW - KW // 2
-    row, column = (pixel // W)[None, :] + down[:, None], (pixel % W)[None, :] + right[:, None]
-    # A `where` that puts the taps beyond the last one below the image would save an `and`, but some of NVIDIA's assemblers (12.8)
-    # get it wrong: with 8 or 16 channels and H = W a power of 2, `plainconv`'s
-    # taps, all but those of the last round, then read a row too low.
+    down, right = quotient_and_rest(tap, KW)
+    down, right = down - KH // 2, right - KW // 2
+    row, column = quotient_and_rest(pixel, W)
+    row, column = row[None, :] + down[:, None], column[None, :] + right[:, None]
     inside = (row >= 0) & (row < H) & (column >= 0) & (column < W) & ((channel < C) & (tap < KH * KW))[:, None]
     return tl.load(image + pixel[None, :] + (channel * (H * W) + down * W + right)[:, None], mask=inside, other=0.0)
 
@@ -296,7 +296,8 @@ def _counted_flip(
     """flip(other)·m at places of a kernel (C, C, KH, KW), the other (C, C, OH, OW) cut or padded to that size."""
     TAPS: tl.constexpr = KH * KW
     tap = at % TAPS
-    down, right = tap // KW - KH // 2, tap % KW - KW // 2
+    down, right = quotient_and_rest(tap, KW)
+    down, right = down - KH // 2, right - KW // 2
     row, column = OH // 2 - down, OW // 2 - right
     there = there & (row >= 0) & (row < OH) & (column >= 0) & (column < OW)
     turned = ((at // TAPS % C) * C + at // (TAPS * C)) * (OH * OW) + row * OW + column

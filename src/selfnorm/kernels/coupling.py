@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from selfnorm.kernels.division import quotient_and_rest
+
 
 def padded(columns: int) -> int:
     """The least multiple of 16 that holds so many columns."""
@@ -33,10 +35,11 @@ def _gather(
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, COLUMNS)
-    tap, i = k // C, k % C
+    tap, i = quotient_and_rest(k, C, COLUMNS)
+    down, right = quotient_and_rest(tap, 3, COLUMNS)
     n, pixel = (row // (H * W)).to(tl.int64), row % (H * W)
-    y = (pixel // W)[:, None] + (tap // 3 - 1)[None, :]
-    u = (pixel % W)[:, None] + (tap % 3 - 1)[None, :]
+    y, u = quotient_and_rest(pixel, W, H * W)
+    y, u = y[:, None] + (down - 1)[None, :], u[:, None] + (right - 1)[None, :]
     inside = (y >= 0) & (y < H) & (u >= 0) & (u < W) & (row < rows)[:, None] & (tap < 9)[None, :]
     source = (n * stride_n)[:, None] + (i.to(tl.int64) * stride_c)[None, :]
     value = tl.load(x + source + y.to(tl.int64) * stride_y + u.to(tl.int64) * stride_x, mask=inside, other=0.0)
@@ -66,7 +69,7 @@ def _scatter(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, CHANNELS)
     n, pixel = (row // (H * W)).to(tl.int64), row % (H * W)
-    y, u = pixel // W, pixel % W
+    y, u = quotient_and_rest(pixel, W, H * W)
     known = (row < rows)[:, None] & (i < C)[None, :]
     total = tl.zeros([ROWS, CHANNELS], tl.float32)
     for tap in tl.static_range(9):
@@ -122,7 +125,7 @@ def _head(
     total = tl.zeros([PIXELS, CHANNELS], tl.float32)
     for start in range(0, H * W, PIXELS):
         pixel = start + tl.arange(0, PIXELS)
-        y, u = pixel // W, pixel % W
+        y, u = quotient_and_rest(pixel, W, H * W + PIXELS)
         known = (pixel < H * W)[:, None] & of[None, :]
         even = tl.zeros([PIXELS, CHANNELS], tl.float32)
         odd = tl.zeros([PIXELS, CHANNELS], tl.float32)
@@ -203,7 +206,8 @@ def _head_backward(
     logs_odd = tl.zeros([PIXELS, CHANNELS], tl.float32)
     for start in range(0, H * W, PIXELS):
         pixel = start + tl.arange(0, PIXELS)
-        y, u = (pixel // W).to(tl.int64), (pixel % W).to(tl.int64)
+        y, u = quotient_and_rest(pixel, W, H * W + PIXELS)
+        y, u = y.to(tl.int64), u.to(tl.int64)
         known = (pixel < H * W)[:, None] & of[None, :]
         channel = (STAY + j).to(tl.int64)
         place = (n * z_n + y * z_y + u * z_x)[:, None] + (channel * z_c)[None, :]
