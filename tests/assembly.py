@@ -15,7 +15,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelInterface
 
-from selfnorm import AffineCoupling, ExactConv2d, ExpConv2d, SelfNormConv2d
+from selfnorm import AffineCoupling, ExactConv2d, ExpConv2d, SelfNormConv2d, TrackedConv2d
 from selfnorm.kernels import dispatch
 
 
@@ -54,6 +54,7 @@ CASES = [
     (SelfNormConv2d(1, 3), (2, 1, 9, 9)),
     (ExactConv2d(3, 7), (3, 3, 8, 8)),
     (ExactConv2d(16, 3), (2, 16, 4, 4)),
+    (TrackedConv2d(12, 3, (7, 7)), (2, 12, 7, 7)),
     (ExpConv2d(12, 3), (2, 12, 6, 10)),
     (AffineCoupling(8, 16), (2, 8, 8, 8)),
 ]

@@ -131,6 +131,13 @@ def unrolled(taps: int, at_once: int, channels: int, products: str) -> int:
 
 
 @triton.jit
+def reach(tap, KH: tl.constexpr, KW: tl.constexpr, BELOW: tl.constexpr = 8192):
+    """How far below and to the right of its pixel a tap < BELOW reads."""
+    down, right = quotient_and_rest(tap, KW, BELOW)
+    return down - KH // 2, right - KW // 2
+
+
+@triton.jit
 def patches(
     image, pixel, k, first,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, WIDTH: tl.constexpr,
@@ -140,8 +147,7 @@ def patches(
     Columns of pixels beyond the image hold values of no meaning.
     """
     channel, tap = k % WIDTH, first + k // WIDTH
-    down, right = quotient_and_rest(tap, KW)
-    down, right = down - KH // 2, right - KW // 2
+    down, right = reach(tap, KH, KW)
     row, column = quotient_and_rest(pixel, W)
     row, column = row[None, :] + down[:, None], column[None, :] + right[:, None]
     inside = (row >= 0) & (row < H) & (column >= 0) & (column < W) & ((channel < C) & (tap < KH * KW))[:, None]
@@ -296,8 +302,7 @@ def _counted_flip(
     """flip(other)·m at places of a kernel (C, C, KH, KW), the other (C, C, OH, OW) cut or padded to that size."""
     TAPS: tl.constexpr = KH * KW
     tap = at % TAPS
-    down, right = quotient_and_rest(tap, KW)
-    down, right = down - KH // 2, right - KW // 2
+    down, right = reach(tap, KH, KW)
     row, column = OH // 2 - down, OW // 2 - right
     there = there & (row >= 0) & (row < OH) & (column >= 0) & (column < OW)
     turned = ((at // TAPS % C) * C + at // (TAPS * C)) * (OH * OW) + row * OW + column

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from selfnorm.kernels.coupling import padded
+from selfnorm.kernels.division import quotient_and_rest
 
 
 @triton.jit
@@ -23,15 +24,16 @@ def _pack(
     kind = to_first.dtype.element_ty
 
     k = tl.arange(0, COLUMNS1)
-    source = d[:, None] * (9 * C1) + (k % C1 * 9 + k // C1)[None, :]
+    tap, channel = quotient_and_rest(k, C1, COLUMNS1)
+    source = d[:, None] * (9 * C1) + (channel * 9 + tap)[None, :]
     value = tl.load(first + source, mask=known & (k < 9 * C1)[None, :], other=0.0)
     tl.store(to_first + d[:, None] * K1 + k[None, :], value.to(kind), mask=known & (k < K1)[None, :])
 
-    # Row k = s·2C + r of the last convolution's matrix: tap s mirrored, r in the order of even and then odd outputs.
+    # Row k = tap·2C + r of the last convolution's matrix: the tap mirrored, r in the order of even and then odd outputs.
     k = tl.arange(0, COLUMNS3)
-    r = k % (2 * C3)
+    tap, r = quotient_and_rest(k, 2 * C3, COLUMNS3)
     output = tl.where(r < C3, 2 * r, 2 * (r - C3) + 1)
-    source = output[None, :] * D * 9 + d[:, None] * 9 + (8 - k // (2 * C3))[None, :]
+    source = output[None, :] * D * 9 + d[:, None] * 9 + (8 - tap)[None, :]
     value = tl.load(last + source, mask=known & (k < 18 * C3)[None, :], other=0.0).to(kind)
     tl.store(to_last + k[None, :] * D + d[:, None], value, mask=known & (k < K3)[None, :])
     if not CAST:
@@ -112,13 +114,15 @@ def _unpack(
         d = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
         k = tl.arange(0, COLUMNS1)[None, :]
         square = (d < D) & (k < 9 * C1)
-        value = _sum_of_parts(first, first_parts, D * K1, d * K1 + k % 9 * C1 + k // 9, square, PARTS1, ROWS, COLUMNS1)
+        channel, tap = quotient_and_rest(k, 9, COLUMNS1)
+        value = _sum_of_parts(first, first_parts, D * K1, d * K1 + tap * C1 + channel, square, PARTS1, ROWS, COLUMNS1)
         tl.store(to_first + d * (9 * C1) + k, value, mask=square)
         k = tl.arange(0, COLUMNS3)[None, :]
-        output, square = k // 9, (d < D) & (k < 18 * C3)
-        source = ((8 - k % 9) * (2 * C3) + output % 2 * C3 + output // 2) * D + d
+        square = (d < D) & (k < 18 * C3)
+        output, tap = quotient_and_rest(k, 9, COLUMNS3)
+        source = ((8 - tap) * (2 * C3) + output % 2 * C3 + output // 2) * D + d
         value = _sum_of_parts(last, last_parts, D * K3, source, square, PARTS3, ROWS, COLUMNS3)
-        tl.store(to_last + output * (9 * D) + d * 9 + k % 9, value, mask=square)
+        tl.store(to_last + output * (9 * D) + d * 9 + tap, value, mask=square)
         tl.store(to_first_bias + d, _sum_of_parts(first_sums, first_sum_parts, D, d, d < D, 64, ROWS, 1), mask=d < D)
         tl.store(to_second_bias + d, _sum_of_parts(second_sums, second_sum_parts, D, d, d < D, 64, ROWS, 1), mask=d < D)
 

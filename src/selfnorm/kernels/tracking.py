@@ -24,8 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfnorm.kernels.conv import convolved, shape_of, tiling
+from selfnorm.kernels.conv import convolved, reach, shape_of, tiling
 from selfnorm.kernels.dispatch import allows_tf32
+from selfnorm.kernels.division import quotient_and_rest
 from selfnorm.precision import summed_in_float32
 
 PROGRAMS = 256  # for a pass over a matrix: enough to keep a large card busy, few enough to add up what each has found
@@ -179,13 +180,14 @@ def _tap_means_kernel(
     there = column < C * C * TAPS
     o, i, tap = column // (C * TAPS), column // TAPS % C, column % TAPS
     if TAPS > 1:
-        down, right = tap // KW - KH // 2, tap % KW - KW // 2
+        down, right = reach(tap, KH, KW, TAPS)
         # From row (i, p + offset), column (o, p); with p both move by one.
         first = (i * (H * W) + down * W + right) * (C * H * W) + o * (H * W)
         found = tl.zeros((PIXELS, COLUMNS), tl.float32)
         for start in range(0, H * W, PIXELS):
             pixel = start + tl.arange(0, PIXELS)
-            row, place = (pixel // W)[:, None] + down[None, :], (pixel % W)[:, None] + right[None, :]
+            row, place = quotient_and_rest(pixel, W, H * W + PIXELS)
+            row, place = row[:, None] + down[None, :], place[:, None] + right[None, :]
             inside = (pixel < H * W)[:, None] & there[None, :] & (row >= 0) & (row < H) & (place >= 0) & (place < W)
             found += tl.load(R + first[None, :] + (pixel * (C * H * W + 1))[:, None], mask=inside, other=0.0)
         mean = tl.sum(found, axis=0) / (H * W)
