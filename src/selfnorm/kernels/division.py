@@ -1,9 +1,9 @@
 """Small whole numbers divided by multiplication, because of what compilers make of a division.
 
 LLVM takes the division of a number that it knows to be small, and all that depends on it, in 16 bits, two numbers to a register.
-NVIDIA's assemblers 12.8 (that of Triton 3.6 and 3.7), 12.9 and 13.0 get some such sums wrong; 13.4 does not. If only the upper
-half of an `add.s16x2` is needed, and both operands are constants once loops are unrolled, one is taken for 0: taps of a
-convolution then read other taps' pixels. In 32 bits nothing of the kind happens.
+NVIDIA's assemblers 12.8 (that of Triton 3.6 and 3.7), 12.9 and 13.0 get some such sums wrong; 13.4 does not. If something is
+added to a constant by `add.s16x2`, and only the upper half is needed, the constant is taken for 0: taps of a convolution then
+read other taps' pixels. In 32 bits nothing of the kind happens.
 """
 
 from __future__ import annotations
