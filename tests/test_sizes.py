@@ -60,7 +60,7 @@ OF_MANY_TAPS = {
     "EmergingConv2d-5x5": lambda c, h, w: EmergingConv2d(c, 5),
     "ExpConv2d-7x7": lambda c, h, w: ExpConv2d(c, 7),
 }
-MANY_TAPS_IMAGES = [(2, 5, 3, 4)]  # taken in 7 rounds, more than are unrolled
+MANY_TAPS_IMAGES = [(2, 5, 3, 4)]  # 7×7 taps of it are 7 rounds: not unrolled in float32
 PRODUCTS, DRAWS, LARGE = ["float32"], 1, False
 if torch.cuda.is_available():  # step by step in Python these would take minutes, and find nothing: there is no compiler
     ROUND_IMAGES += [(3, 8, 4, 4), (2, 8, 8, 8), (2, 16, 4, 4), (2, 16, 2, 2), (2, 32, 4, 4), (2, 4, 16, 16), (2, 12, 7, 7)]

@@ -122,7 +122,7 @@ def _most_taps(*kernels: Tensor) -> int:
 def unrolled(taps: int, at_once: int, channels: int, products: str) -> int:
     """How many rounds of a loop over taps to unroll, `at_once` of them in each: all or none.
 
-    Unrolled loops are faster, but long ones take a compiler minutes. Products in full float32 have so many operations that a
+    Unrolled loops are faster, but long ones take a compiler minutes. Products in more than TF32 have so many operations that a
     single one is long, and unrolled keeps in memory what should stay in registers: on an H200 that took 287 µs instead of 18.
     """
     rounds = -(-taps // at_once)
@@ -146,6 +146,7 @@ def patches(
 
     Columns of pixels beyond the image hold values of no meaning.
     """
+    tl.static_assert(H * W <= 4096 and KH * KW <= 4096, "pixels and taps, padded ones included, have to be below 8192")
     channel, tap = k % WIDTH, first + k // WIDTH
     down, right = reach(tap, KH, KW)
     row, column = quotient_and_rest(pixel, W)
@@ -299,7 +300,10 @@ def _counted_flip(
     other, at, there,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
 ):  # fmt: skip
-    """flip(other)·m at places of a kernel (C, C, KH, KW), the other (C, C, OH, OW) cut or padded to that size."""
+    """flip(other)·m at places of a kernel (C, C, KH, KW), the other (C, C, OH, OW) cut or padded to that size.
+
+    Where it is not there, a place may be any number, and what comes of it has no meaning.
+    """
     TAPS: tl.constexpr = KH * KW
     tap = at % TAPS
     down, right = reach(tap, KH, KW)
