@@ -119,13 +119,13 @@ def _most_taps(*kernels: Tensor) -> int:
 
 
 @triton.constexpr_function
-def unrolled(taps: int, at_once: int, channels: int, products: str) -> int:
-    """How many rounds of a loop over taps to unroll, `at_once` of them in each: all or none.
+def unrolled(number: int, at_once: int, channels: int, products: str) -> int:
+    """How many rounds of a loop over so many taps or terms to unroll, `at_once` of them in each: all or none.
 
     Unrolled loops are faster, but long ones take a compiler minutes. Products in more than TF32 have so many operations that a
     single one is long, and unrolled keeps in memory what should stay in registers: on an H200 that took 287 µs instead of 18.
     """
-    rounds = -(-taps // at_once)
+    rounds = -(-number // at_once)
     most = 25 if channels == 1 else 9 if products == "tf32" else 1
     return rounds if rounds <= most else 1
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from selfnorm.kernels import plainconv
-from selfnorm.kernels.conv import column_sums, convolved, patches, places_in_kernel, shape_of, tiling, total_of
+from selfnorm.kernels.conv import column_sums, convolved, patches, places_in_kernel, shape_of, tiling, total_of, unrolled
 from selfnorm.kernels.plainconv import shared_out, summing, tile_of
 from selfnorm.kernels.rounding import uncut
 
@@ -136,11 +136,10 @@ def _series_backward(
             pixel = start + tl.arange(0, PIXELS)
             there = (out < C)[:, None] & (pixel < H * W)[None, :]
             places = image + (out * (H * W))[:, None] + pixel[None, :]
-            arriving = tl.load(grad_z_ptr + places, mask=there, other=0.0)
             grad = convolved(
                 source + image, kernel_ptr, None, pixel, out, C, H, W, KH, KW, PIXELS, OUT, WIDTH, DEPTH, True, PRECISION
             )
-            grad = grad / tl.where(step == 0, TERMS, 1) + arriving
+            grad = grad / tl.where(step == 0, TERMS, 1) + tl.load(grad_z_ptr + places, mask=there, other=0.0)
             tl.store(target + places, grad / tl.maximum(i - 1, 1), mask=there)
         source = target
 
@@ -162,16 +161,14 @@ def _series_correlate(
         image, pixel, places, there = tile_of(tl.program_id(0) * EACH + step, pixels, out, C, H, W, PIXELS)
         last = tl.load(grad_z_ptr + places, mask=there, other=0.0)
         arriving += last
-        for i in tl.static_range(1, TERMS + 1):
-            if i == 1:
-                source = x_ptr + image
-            else:
-                source = kept_ptr + (i - 2) * tl.cast(numel, tl.int64) + image
+        source = x_ptr + image
+        for i in tl.range(1, TERMS + 1, loop_unroll_factor=unrolled(TERMS, 1, C, PRECISION)):
+            further = (i - 1) * tl.cast(numel, tl.int64)
+            grad = tl.load(scaled_ptr + further + places, mask=there & (i < TERMS), other=0.0)
             if i == TERMS:
                 grad = last / TERMS
-            else:
-                grad = tl.load(scaled_ptr + (i - 1) * tl.cast(numel, tl.int64) + places, mask=there, other=0.0)
             taken = patches(source, pixel, k, first, C, H, W, KH, KW, WIDTH)
+            source = kept_ptr + further + image
             if C == 1:
                 products += taken * grad
             else:
