@@ -10,6 +10,7 @@ from selfnorm.kernels.dispatch import used_on
 from selfnorm.layers import exponential
 from selfnorm.layers.exponential import ConvExponential
 from selfnorm.layers.selfnorm import _SelfNormConv2d
+from selfnorm.precision import precision
 
 pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
 
@@ -95,7 +96,7 @@ def test_self_normalizing_convolution(shapes, device):
 
 
 @pytest.mark.parametrize("rows", [512, 2])
-@pytest.mark.parametrize("terms", [1, 3])
+@pytest.mark.parametrize("terms", [1, 3, 6])
 def test_series(shapes, terms, rows, device, monkeypatch):
     from selfnorm.kernels import plainconv
     from selfnorm.kernels.convseries import series_backward, series_forward
@@ -115,6 +116,26 @@ def test_series(shapes, terms, rows, device, monkeypatch):
     torch.autograd.backward(expected, [grad_z.double(), grad_log_det.double()])
     agree([z, log_det], expected)
     agree(gradients, [X.grad, K.grad, B.grad])
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 5, 7), (2, 17, 3, 3)])
+@pytest.mark.parametrize("terms", [6, 13])  # unrolled, and not
+def test_all_terms_count_in_tf32(shape, terms, device):
+    from selfnorm.kernels.convseries import series_backward, series_forward
+
+    channels = shape[1]
+    x, grad_z = normal(*shape, device=device), normal(*shape, device=device)
+    k = normal(channels, channels, 3, 3, device=device, scale=terms / (4 * channels**0.5))
+    with precision("tf32"):
+        z, _, kept = series_forward(x, k, None, terms)
+        gradients = series_backward(x, k, kept, grad_z, torch.zeros(shape[0], device=device), terms)
+
+    X, K = in_float64(x, k)
+    Z, without_last = (exponential._exponential(X, K, number) for number in (terms, terms - 1))
+    assert (Z - without_last).norm() > 0.05 * Z.norm()  # the kernel is so large that the last term would be missed
+    Z.backward(grad_z.double())
+    for got, expected in zip([z, *gradients[:2]], [Z, X.grad, K.grad], strict=True):
+        assert (got - expected).norm() < 1e-2 * expected.norm()
 
 
 def random_layer(layer, device):
