@@ -128,7 +128,7 @@ def test_all_terms_count_in_tf32(shape, terms, device):
     k = normal(channels, channels, 3, 3, device=device, scale=terms / (4 * channels**0.5))
     with precision("tf32"):
         z, _, kept = series_forward(x, k, None, terms)
-        gradients = series_backward(x, k, kept, grad_z, torch.zeros(shape[0], device=device), terms)
+        gradients = series_backward(x, k, kept, grad_z, x.new_zeros(shape[0]), terms)
 
     X, K = in_float64(x, k)
     Z, without_last = (exponential._exponential(X, K, number) for number in (terms, terms - 1))
