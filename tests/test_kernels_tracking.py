@@ -14,6 +14,8 @@ from selfnorm.streams import Branches, branching
 
 pytest.importorskip("triton")
 
+import triton.language as tl
+
 from selfnorm.kernels import tracking
 from selfnorm.kernels.tracking import error_of, error_of_convolution, error_of_matrix, follow, tap_means
 from selfnorm.precision import precision
@@ -89,6 +91,31 @@ def test_the_two_passes(device, kernels, monkeypatch, rows, programs):
     follow(R, error, squares, residual, 0.99 * norm)
     assert torch.equal(R, start)
     close(residual, expected.norm())
+
+
+@pytest.mark.parametrize("rows", [1, 61])
+def test_with_64_bits_to_count(device, kernels, monkeypatch, rows):
+    """As large matrices take them, on small ones."""
+    wide = []
+    monkeypatch.setattr(tracking, "_index", lambda numel: wide.append(numel) or tl.int64)
+    test_the_two_passes(device, kernels, monkeypatch, rows, 2)
+    test_the_sums_over_taps(device, kernels, 4, (6, 5), (5, 3))
+    assert wide == [rows * rows] * 3 + [120 * 120]
+
+
+@pytest.mark.gpu
+def test_a_matrix_of_more_numbers_than_32_bits_count():
+    rows = 46_344
+    if torch.cuda.mem_get_info()[0] < 40 * rows**2:
+        pytest.skip("not enough memory on the device")
+    product, R = (torch.full((rows, rows), value, dtype=torch.float32, device="cuda") for value in (0.0, 1.0))
+    residual = R.new_zeros(())
+    with precision("tf32"):
+        error, squares = error_of(product)
+        assert squares.sum() == rows and (error.diagonal() == 1).all() and int(error.count_nonzero()) == rows
+        follow(R, error, squares, residual, 1e6)
+    assert (R == 2).all()
+    close(residual, residual.new_tensor(math.sqrt(rows)))
 
 
 @pytest.mark.parametrize("size", [1, 3, 31, 64, 101])

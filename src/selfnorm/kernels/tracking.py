@@ -19,6 +19,8 @@ these H·W·C²·kh·kw numbers alone, and asks nothing of the way back. Float32
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -81,22 +83,28 @@ def tap_means(R: Tensor, w: Tensor, size: tuple[int, int], out: Tensor, zeros: T
     columns = 1 if w.numel() <= 512 else 8
     _tap_means_kernel[(triton.cdiv(w.numel(), columns),)](
         R.contiguous(), out, zeros, zeros.numel(), C=channels, H=size[0], W=size[1], KH=w.shape[2], KW=w.shape[3],
-        PIXELS=min(triton.next_power_of_2(pixels), 1024 // columns), COLUMNS=columns, num_warps=4,
+        PIXELS=min(triton.next_power_of_2(pixels), 1024 // columns), COLUMNS=columns, INDEX=_index(R.numel()), num_warps=4,
     )  # fmt: skip
 
 
-def _passes(numel: int) -> tuple[int, dict[str, int]]:
+def _passes(numel: int) -> tuple[int, dict[str, Any]]:
     """How many programs are to pass over so many numbers, and how many of them each takes, and in how many steps."""
     block = max(256, min(4096, triton.next_power_of_2(triton.cdiv(numel, PROGRAMS))))
     steps = triton.cdiv(numel, block * PROGRAMS)
-    return triton.cdiv(numel, block * steps), {"BLOCK": block, "STEPS": steps, "num_warps": max(1, block // 512)}
+    tiles = {"BLOCK": block, "STEPS": steps, "INDEX": _index(numel), "num_warps": max(1, block // 512)}
+    return triton.cdiv(numel, block * steps), tiles
+
+
+def _index(numel: int) -> tl.dtype:
+    """To count so many numbers with, and a tile more: 64 bits only where it takes them, since divisions of those are slow."""
+    return tl.int64 if numel > 2**30 else tl.int32
 
 
 @triton.jit
-def _error_kernel(matrix, squares, numel, rows, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+def _error_kernel(matrix, squares, numel, rows, BLOCK: tl.constexpr, STEPS: tl.constexpr, INDEX: tl.constexpr):
     total = tl.zeros((BLOCK,), tl.float32)
     for step in range(STEPS):
-        at = (tl.program_id(0) * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
+        at = (tl.program_id(0).to(INDEX) * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
         inside = at < numel
         identity = tl.where(at % (rows + 1) == 0, 1.0, 0.0)
         error = tl.where(inside, identity - tl.load(matrix + at, mask=inside, other=0.0), 0.0)
@@ -130,9 +138,10 @@ def _halves(x):
 
 @triton.jit
 def _follow_kernel(
-    R, change, squares, residual, limit, numel, sums, SUMS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr
-):
-    at = tl.program_id(0) * (STEPS * BLOCK) + tl.arange(0, BLOCK)
+    R, change, squares, residual, limit, numel, sums,
+    SUMS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(INDEX) * (STEPS * BLOCK) + tl.arange(0, BLOCK)
     # Asked for before the sum is known, so as not to wait for the one after the other.
     moved = tl.load(R + at, mask=at < numel, other=0.0) + tl.load(change + at, mask=at < numel, other=0.0)
     places = tl.arange(0, SUMS)
@@ -172,7 +181,7 @@ def _convolution_error_kernel(
 @triton.jit
 def _tap_means_kernel(
     R, means, zeros, examples, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
-    PIXELS: tl.constexpr, COLUMNS: tl.constexpr,
+    PIXELS: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
     """Some of w's entries for each program."""
     TAPS: tl.constexpr = KH * KW
@@ -182,14 +191,14 @@ def _tap_means_kernel(
     if TAPS > 1:
         down, right = reach(tap, KH, KW, TAPS)
         # From row (i, p + offset), column (o, p); with p both move by one.
-        first = (i * (H * W) + down * W + right) * (C * H * W) + o * (H * W)
+        first = (i * (H * W) + down * W + right).to(INDEX) * (C * H * W) + o * (H * W)
         found = tl.zeros((PIXELS, COLUMNS), tl.float32)
         for start in range(0, H * W, PIXELS):
             pixel = start + tl.arange(0, PIXELS)
             row, place = quotient_and_rest(pixel, W, H * W + PIXELS)
             row, place = row[:, None] + down[None, :], place[:, None] + right[None, :]
             inside = (pixel < H * W)[:, None] & there[None, :] & (row >= 0) & (row < H) & (place >= 0) & (place < W)
-            found += tl.load(R + first[None, :] + (pixel * (C * H * W + 1))[:, None], mask=inside, other=0.0)
+            found += tl.load(R + first[None, :] + (pixel.to(INDEX) * (C * H * W + 1))[:, None], mask=inside, other=0.0)
         mean = tl.sum(found, axis=0) / (H * W)
     else:
         mean = tl.load(R + i * C + o, mask=there, other=0.0)
