@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
-from record import Cell, parser, record
+from record import Cell, at_least, parser, record
 from selfnorm.data import load_dataset
 from selfnorm.health import examine
 from selfnorm.recipe import override
@@ -58,8 +58,8 @@ def run(variant: str, epochs: int) -> dict[str, Any]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--epochs", type=int, default=8000)
-    options.add_argument("--workers", type=int, default=2)
+    options.add_argument("--epochs", type=at_least(LOOKS), default=8000)
+    options.add_argument("--workers", type=at_least(1), default=2)
     options.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     chosen = options.parse_args()
     with ProcessPoolExecutor(chosen.workers, get_context("spawn")) as pool:

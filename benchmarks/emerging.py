@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from record import Cell, parser, record
+from record import Cell, at_least, parser, record, run
+from selfnorm.command import the_device
 from selfnorm.convmatrix import Geometry, conv_matrix
 from selfnorm.layers.emerging import AutoregressiveConv2d, Mask, solve_by_fronts, solve_by_rows
 from selfnorm.report.provenance import provenance
@@ -99,10 +100,10 @@ def synchronize(device: torch.device) -> None:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--device", default="cpu")
-    options.add_argument("--repeats", type=int, default=9)
-    options.add_argument("--threads", type=int, default=1)
+    options.add_argument("--repeats", type=at_least(1), default=9)
+    options.add_argument("--threads", type=at_least(1), default=1)
     chosen = options.parse_args()
-    device = torch.device(chosen.device)
+    device = the_device(chosen.device)
     torch.manual_seed(0)
     masks: tuple[Mask, ...] = ("quadrant", "raster")
     command = f"python benchmarks/emerging.py --device {device} --repeats {chosen.repeats} --threads {chosen.threads}"
@@ -131,4 +132,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

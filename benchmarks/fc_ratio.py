@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from record import Cell, command, parser, record, run
+from record import Cell, at_least, command, parser, record, run
 from selfnorm.report.provenance import provenance
 
 MODELS = ("mnist-fc-snf", "mnist-fc-exact", "mnist-fc-bare")
@@ -33,7 +33,7 @@ def one_run() -> list[float]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--runs", type=int, default=10)
+    options.add_argument("--runs", type=at_least(1), default=10)
     chosen = options.parse_args()
     if chosen.runs < 1:
         raise ValueError(f"--runs: expected at least 1, got {chosen.runs}")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from record import Cell, any_device, command, parser, record, run
+from record import Cell, any_device, at_least, command, parser, record, run
 from selfnorm.data.batches import Examples, TrainingBatches
 from selfnorm.kernels.dispatch import used_on
 from selfnorm.precision import precision
@@ -81,7 +81,7 @@ def compare(recipe: Recipe, data: Examples, steps: int) -> list[Cell]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("recipes", nargs="*", default=RECIPES)
-    options.add_argument("--steps", type=int, default=50)
+    options.add_argument("--steps", type=at_least(1), default=50)
     chosen = options.parse_args()
     if chosen.steps < 1:
         raise ValueError(f"--steps: expected at least 1, got {chosen.steps}")

@@ -8,17 +8,16 @@ that a slow moment of the machine hits all of them; a figure is the median over 
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 
 import torch
 
+from record import Cell, at_least, parser, record, run
 from selfnorm import Bijection, ExactConv2d, ExactLinear, SelfNormConv2d, SelfNormLinear
+from selfnorm.command import the_device
 from selfnorm.convmatrix import Geometry, conv_matrix
 from selfnorm.report.provenance import provenance
 
@@ -31,10 +30,10 @@ def time_rounds(candidates: Mapping[str, Callable[[], object]], repeats: int, de
     """Milliseconds of each candidate in each round, after two rounds to warm up."""
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for round_ in range(repeats + 2):
-        for name, run in candidates.items():
+        for name, candidate in candidates.items():
             synchronize(device)
             start = time.perf_counter()
-            run()
+            candidate()
             synchronize(device)
             if round_ >= 2:
                 times[name].append(1e3 * (time.perf_counter() - start))
@@ -73,9 +72,9 @@ def six_products(x: torch.Tensor, features: int) -> Callable[[], None]:
     return run
 
 
-def compare(name: str, candidates: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, object]:
+def compare(name: str, candidates: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, Cell]:
     times = time_rounds(candidates, repeats, device)
-    row: dict[str, object] = {"name": name}
+    row: dict[str, Cell] = {"name": name}
     row |= {f"{key} ms": round(statistics.median(values), 3) for key, values in times.items()}
     if {"selfnorm", "exact"} <= times.keys():
         ratios = [e / s for e, s in zip(times["exact"], times["selfnorm"], strict=True)]
@@ -84,12 +83,11 @@ def compare(name: str, candidates: Mapping[str, Callable[[], object]], repeats: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="write the figures here, with command, commit, machine and date")
-    options = parser.parse_args()
-    device = torch.device(options.device)
+    options = parser(__doc__)
+    options.add_argument("--device", default="cpu")
+    options.add_argument("--repeats", type=at_least(1), default=9)
+    chosen = options.parse_args()
+    device = the_device(chosen.device)
     torch.manual_seed(0)
 
     rows = []
@@ -101,7 +99,7 @@ def main() -> None:
             "exact": step(ExactLinear(features).to(device), x.clone()),
             "six products": six_products(x, features),
         }
-        rows.append(compare(f"linear, D = {features}", candidates, options.repeats, device))
+        rows.append(compare(f"linear, D = {features}", candidates, chosen.repeats, device))
     for shape in CONV_STAGES:
         x = torch.randn(BATCH, *shape, device=device)
         weight = torch.randn(shape[0], shape[0], 3, 3, device=device)
@@ -110,32 +108,24 @@ def main() -> None:
             "exact": step(ExactConv2d(shape[0], 3).to(device), x.clone()),
             "T(w)": partial(conv_matrix, weight, shape[1:], Geometry()),
         }
-        rows.append(compare(f"3×3 convolution, {'×'.join(map(str, shape))}", candidates, options.repeats, device))
+        rows.append(compare(f"3×3 convolution, {'×'.join(map(str, shape))}", candidates, chosen.repeats, device))
 
-    for row in rows:
-        print("   ".join(f"{key}: {value}" for key, value in row.items()))
-    if options.json:
-        source = provenance(device, f"python benchmarks/layers.py --device {device} --repeats {options.repeats}")
-        report = table(rows, source["machine"]) | {"provenance": source}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def table(rows: list[dict[str, object]], machine: object) -> dict[str, object]:
-    """The rows in the shape that `selfnorm.report.results` reads."""
+    source = provenance(device, f"python benchmarks/layers.py --device {device} --repeats {chosen.repeats}")
     times = dict.fromkeys(key for row in rows for key in row if key.endswith(" ms"))
     columns = ["name", *times, "exact / selfnorm", "lowest"]
-    return {
-        "title": f"One layer's training step, on {machine}",
-        "about": (
+    record(
+        chosen.json,
+        title=f"One layer's training step, on {source['machine']}",
+        about=(
             f"`surrogate` and its backward pass at batch {BATCH}, in milliseconds: medians over rounds, and the lowest ratio of "
             "any round. Six products are the matrix products that a self-normalizing linear layer cannot do without; T(w) is the "
             "time to build that matrix."
         ),
-        "columns": columns,
-        "rows": [[row.get(column) for column in columns] for row in rows],
-    }
+        columns=columns,
+        rows=[[row.get(column) for column in columns] for row in rows],
+        provenance=source,
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

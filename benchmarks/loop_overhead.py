@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from record import Cell, parser, record
+from record import Cell, at_least, parser, record
 from selfnorm.data import load_dataset
 from selfnorm.data.dataset import Dataset
 from selfnorm.recipe import Recipe
@@ -118,7 +118,7 @@ def compare(name: str, recipe: Recipe, dataset: Dataset, rounds: int) -> list[Ce
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=40)
+    options.add_argument("--rounds", type=at_least(1), default=40)
     chosen = options.parse_args()
     digits = replace(find_recipe("digits-fc-snf"), epochs=20)
     mnist = replace(find_recipe("mnist-fc-snf"), epochs=1, threads=1)

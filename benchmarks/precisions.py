@@ -12,7 +12,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from record import Cell, any_device, command, parser, record, run
+from record import Cell, any_device, at_least, command, parser, record, run
 from selfnorm.data.batches import Examples
 from selfnorm.evaluate import likelihood
 from selfnorm.precision import PRECISIONS, Precision
@@ -32,7 +32,7 @@ def report(told: dict[str, Any]) -> None:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("recipe", nargs="?", default="mnist-glow-snf")
-    options.add_argument("--epochs", type=int, default=10)
+    options.add_argument("--epochs", type=at_least(1), default=10)
     chosen = options.parse_args()
     recipe = settled(replace(find_recipe(chosen.recipe), epochs=chosen.epochs, warmup_epochs=1.0))
     dataset = dataset_of(recipe)

@@ -24,6 +24,17 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an option that is a number, this or more."""
+
+    def number(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number, {least} or more, got {text!r}")
+        return int(text)
+
+    return number
+
+
 def command() -> str:
     """What was typed, but for --json."""
     words = sys.argv[1:]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from record import Cell, any_device, command, parser, record, run
+from record import Cell, any_device, at_least, command, parser, record, run
 from selfnorm.data.dataset import Dataset
 from selfnorm.recipe import Recipe
 from selfnorm.recipes import find_recipe
@@ -47,7 +47,7 @@ def milliseconds(recipe: Recipe, dataset: Dataset, seeds: int, device: torch.dev
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("recipes", nargs="*", default=["mnist-fc-snf", "mnist-conv-snf"])
-    options.add_argument("--epochs", type=int, default=40)
+    options.add_argument("--epochs", type=at_least(1), default=40)
     chosen = options.parse_args()
     if chosen.epochs < 3:
         raise ValueError(f"--epochs: expected at least 3, since the first are left out, got {chosen.epochs}")

@@ -107,5 +107,5 @@ def elsewhere(tmp_path_factory, monkeypatch):
 def brief(monkeypatch):
     """No measurement of `selfnorm bench` takes long."""
     monkeypatch.setattr("selfnorm.bench_cli._effort", lambda *args, **options: BRIEF)
-    monkeypatch.setattr("selfnorm.bench.steps.measure_ceilings", lambda device, seconds: Ceilings(1e9, 1e9))
+    monkeypatch.setattr("selfnorm.bench.steps.measure_ceilings", lambda device, seconds, in_bf16: Ceilings(1e9, 1e9, in_bf16))
     monkeypatch.setattr("selfnorm.bench.steps.BULK", 3)

@@ -85,6 +85,7 @@ def test_every_verb_explains_itself_by_examples(verb):
         (("steps", "--seconds", "0"), "--seconds: expected a time above 0"),
         (("steps", "--figure", "steps.pdf"), "--figure: expected a name that ends in .png, got steps.pdf"),
         (("steps", "--memory", "--figure", "x.png"), "--figure: expected none with --memory"),
+        (("steps", "--memory", "--models", "*-bare"), "--memory: expected a whole model, got mnist-fc-bare, fc3072-bare"),
         (("steps", "--memory", "--quick"), "--quick: expected none with --memory"),
         (("steps", "--memory", "--seconds", "1"), "--seconds: expected none with --memory"),
         (("steps", "--json", "."), "--json: expected a name that ends in .json, got ."),

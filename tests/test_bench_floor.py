@@ -61,6 +61,7 @@ def test_ceilings_are_measured(monkeypatch):
     monkeypatch.setattr(floor, "measure", lambda works, *rest: {name: _taken(work) for name, work in works.items()})
     found = measure_ceilings(CPU)
     assert found == Ceilings(2 * 1536**3, 2 * 4 * 2**25) and str(found) == "a product at 7.25 GFLOP/s, a copy at 268 MB/s"
+    assert str(measure_ceilings(CPU, in_bf16=True)).startswith("a product of bfloat16 numbers at")
     monkeypatch.setattr(floor, "measure", lambda works, *rest: dict.fromkeys(works, Failure("too hot")))
     with pytest.raises(RuntimeError, match="too hot"):
         measure_ceilings(CPU)

@@ -4,6 +4,7 @@ No test looks at how long anything takes: the machine may be busy.
 """
 
 import importlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,6 +69,20 @@ def test_peers_are_timed_beside_ours(monkeypatch):
     assert "no_such_thing" in cells[3]["note"] and "needs umnn" in cells[4]["note"]
     assert [line.split(":")[0] for line in table.failures] == ["zuko broken"]
     assert table.source["zuko"] == "1.2.3" and cells[2]["parameters"] == 784 * 785
+
+
+def test_a_step_of_ours_that_failed_has_no_time(monkeypatch):
+    make = peers.training_step
+
+    def failing(model, device):
+        step = make(model, device)
+        return replace(step, failed=lambda: model.name == "digits-fc-lu")
+
+    monkeypatch.setattr(peers, "training_step", failing)
+    monkeypatch.setattr(peers, "OURS", {FC: (MODELS["digits-fc-snf"], MODELS["digits-fc-lu"])})
+    table, rows = peers_table([FC], CPU, effort=BRIEF, peers=[])
+    assert [bool(row.step) for row in rows] == [True, False]
+    assert table.failures == ["selfnorm digits-fc-lu: a step had a non-finite loss or gradient, or lost a tracked inverse"]
 
 
 @pytest.mark.parametrize("peer", [peer for peer in peers.PEERS if peer.shape == FC], ids=lambda peer: peer.model)

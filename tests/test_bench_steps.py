@@ -18,6 +18,7 @@ from selfnorm.bench.peers import FC, peers_table
 from selfnorm.bench.scaling import scaling_table
 from selfnorm.bench.steps import COLUMNS, steps_table
 from selfnorm.bench.training import training_step
+from selfnorm.precision import precision
 from selfnorm.report.results import build
 from selfnorm.train.loop import threads
 
@@ -133,7 +134,8 @@ def test_floors_are_those_of_the_threads_in_use(monkeypatch):
     rates = {1: Ceilings(1e6, 1e15), 3: Ceilings(4e6, 1e15)}
     asked, now = [], []
 
-    def ceilings(device, seconds):
+    def ceilings(device, seconds, in_bf16):
+        assert not in_bf16
         asked.append(torch.get_num_threads())
         return rates[asked[-1]]
 
@@ -149,6 +151,18 @@ def test_floors_are_those_of_the_threads_in_use(monkeypatch):
     assert table.title.endswith("CPU, 1 and 3 threads") and table.source["machine"].endswith("CPU, 1 and 3 threads")
     assert "with 1 thread; " in table.about and "with 3 threads. " in table.about
     assert "how fast a product and a copy are with 3 threads" in now and "steps of wide" in now
+
+
+@pytest.mark.usefixtures("brief")
+def test_only_coupling_networks_have_the_floor_of_bfloat16():
+    small = replace(MODELS["mnist-glow-snf"].recipe, threads=1, blocks=1, steps=1, hidden=4)
+    glow = replace(MODELS["digits-fc-snf"], name="glow", recipe=small)
+    with precision("bf16"):
+        table, measured = steps_table([MODELS["digits-fc-snf"], glow], CPU, effort=BRIEF, memory=False)
+    assert [each.ceilings.in_bf16 for each in measured] == [False, True]
+    assert "a product at" in table.about and "a product of bfloat16 numbers at" in table.about
+    _, measured = steps_table([glow], CPU, effort=BRIEF, memory=False)
+    assert not measured[0].ceilings.in_bf16
 
 
 @pytest.mark.usefixtures("brief")

@@ -103,6 +103,7 @@ def test_reasons_are_short_lines():
 def test_what_others_take_of_the_cpu():
     before, after = Conditions(10.0, None, 100.0), Conditions(14.0, None, 106.0)
     assert before.cores_taken(after) == 1.5
+    assert before.cores_taken(Conditions(10.1, None, 100.1)) is None, "which ten hundredths cannot tell"
     assert before.until(after, CPU)["taken by others"].startswith("1.5 of ")
     assert "much faster" in before.until(after, CPU)["taken by others"]
     assert "much faster" not in before.until(Conditions(14.0, None, 100.5), CPU)["taken by others"]

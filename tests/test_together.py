@@ -57,7 +57,7 @@ def test_a_stop_saves_all_of_them(tmp_path):
 
 
 def test_what_belongs_to_the_process_must_be_the_same():
-    with pytest.raises(ValueError, match="same threads and precision"):
+    with pytest.raises(ValueError, match="threads and precision, got 1 and tf32 in digits-fc-snf, 2 and tf32 in digits-fc-snf"):
         run_together([started("threads=1"), started("threads=2")])
 
 
@@ -110,6 +110,36 @@ def test_seeds_that_were_stopped_go_on_together(tmp_path):
     assert "over 2 of 2 seeds" in said
     for one, other in zip(whole, stopped, strict=True):
         assert_same_runs(one, other)
+
+
+def test_only_seeds_of_one_recipe_have_a_mean(tmp_path):
+    """Two runs of the same seed are not one, nor are two recipes."""
+    one, other, twin = (tmp_path / name for name in ("one", "other", "twin"))
+    ok("train", "digits-fc-snf", *SHORT, "--run", one, "-q")
+    ok("train", "digits-fc-tracked", *SHORT, "--run", other, "-q")
+    ok("train", "digits-fc-tracked", *SHORT, "--seed", "1", "--run", twin, "-q")
+    for first, second in ((one, other), (one, twin)):
+        said = ok("train", "--resume", first, "--resume", second, "-q")
+        assert said.count(": test NLL") == 2 and "mean" not in said
+        records = [json.loads(line) for line in ok("train", "--resume", first, "--resume", second, "--json").splitlines()]
+        assert {record["run"] for record in records if record["kind"] == "result"} == {str(first), str(second)}
+        assert not any(record["kind"] == "seeds" for record in records)
+    assert "over 2 of 2 seeds" in ok("train", "--resume", other, "--resume", twin, "-q")
+
+
+def test_a_run_that_had_ended_keeps_what_its_training_took(tmp_path, monkeypatch):
+    paths = [tmp_path / "a", tmp_path / "a-seed1"]
+    ok("train", "digits-fc-snf", *SHORT, "--seeds", "2", "--run", paths[0], "-q")
+    ok("train", "digits-fc-snf", *SHORT, "--run", tmp_path / "alone", "-q")
+    monkeypatch.setattr("selfnorm.runs.provenance", lambda device: {"command": "another"})
+    for runs in (paths[:1], paths, [tmp_path / "alone"], [tmp_path / "alone", paths[1]]):
+        before = [Result.read(RunFolder(path).result) for path in runs]
+        ok("train", *(word for path in runs for word in ("--resume", path)), "-q")
+        assert [Result.read(RunFolder(path).result) for path in runs] == before
+    forgotten = RunFolder(paths[0]).result
+    forgotten.unlink()
+    ok("train", "--resume", paths[0], "-q")
+    assert Result.read(forgotten).provenance == {"command": "another"}
 
 
 def test_all_folders_must_be_free_before_any_is_made(tmp_path):

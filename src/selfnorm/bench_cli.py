@@ -81,9 +81,12 @@ def steps(
         if memory and given:
             why = "a table alone" if option == "--figure" else "not timed"
             raise ValueError(f"{option}: expected none with --memory, which is {why}, got one")
+    total = sum(not (memory and model.bare) for model in chosen)
+    if not total:
+        names = ", ".join(model.name for model in chosen)
+        raise ValueError(f"--memory: expected a whole model, got {names}, which holds what its flow does; name that instead")
     effort = _effort(seconds, quick)
     files = _files(json, figure, draws=not memory)
-    total = sum(not (memory and model.bare) for model in chosen)
     with using_precision(precision.value), _progress("steps", total, quiet) as (told, now):
         if memory:
             made = memory_table(chosen, where, told=told, now=now)

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -183,23 +183,31 @@ def showing_together(recipes: Sequence[Recipe], folders: Sequence[Path], quiet: 
             raise
 
 
-def print_seeds(runs: Mapping[Path, tuple[int, Result | DivergedError]], as_json: bool) -> None:
-    """What several seeds of a recipe came to, each by its folder."""
-    results = {seed: result.test.nll for seed, result in runs.values() if isinstance(result, Result)}
+def print_together(runs: Mapping[Path, tuple[Recipe, Result | DivergedError]], as_json: bool) -> None:
+    """What runs that trained at once came to, each by its folder; and their mean, if they differ in nothing but the seed."""
+    if not as_json:
+        for path, (recipe, result) in runs.items():
+            OUT.print(f"seed {recipe.seed}")
+            if isinstance(result, Result):
+                print_result(path, result, as_json)
+            else:
+                OUT.print(f"  {result}. The best and the last good checkpoint are in {path}")
+        OUT.print(f"times are those of {len(runs)} runs that shared the machine")
+    recipes = [recipe for recipe, _ in runs.values()]
+    seeds = {recipe.seed for recipe in recipes}
+    if len(seeds) == len(runs) and all(replace(recipe, seed=recipes[0].seed) == recipes[0] for recipe in recipes):
+        _print_seeds({recipe.seed: result for recipe, result in runs.values()}, as_json)
+
+
+def _print_seeds(runs: Mapping[int, Result | DivergedError], as_json: bool) -> None:
+    results = {seed: result.test.nll for seed, result in runs.items() if isinstance(result, Result)}
     nlls = list(results.values())
     mean = statistics.mean(nlls) if nlls else None
     error = statistics.stdev(nlls) / math.sqrt(len(nlls)) if len(nlls) > 1 else None
-    lost = [seed for seed, _ in runs.values() if seed not in results]
     if as_json:
+        lost = [seed for seed in runs if seed not in results]
         print_json({"kind": "seeds", "mean": mean, "standard_error": error, "nll": results, "diverged": lost})
         return
-    for path, (seed, result) in runs.items():
-        OUT.print(f"seed {seed}")
-        if isinstance(result, Result):
-            print_result(path, result, as_json)
-        else:
-            OUT.print(f"  {result}. The best and the last good checkpoint are in {path}")
-    OUT.print(f"times are those of {len(runs)} runs that shared the machine")
     if mean is None:
         return
     said = f"test NLL {mean:.2f}" + ("" if error is None else f" ± {error:.2f}") + " nats: exact, "

@@ -45,8 +45,8 @@ class Result:
     epochs: int  # actually run
     seconds: float
     step_seconds: float | None  # of one training step: the median over epochs; None without a log
-    # MiB; see `PeakMemory`. From the building of the trainer to the end of training, and of a resumed run that of its last part,
-    # or of an earlier end if that was higher. None where it cannot be known.
+    # MiB; see `PeakMemory`. From the building of the trainer to the end of training, of a resumed run that of its last part. None
+    # where it cannot be known.
     peak_memory: float | None
     parameters: int  # trainable numbers in the flow
     rollbacks: int
@@ -227,7 +227,7 @@ def dataset_of(recipe: Recipe, on_progress: OnProgress | None = None) -> Dataset
 def _finish(trainer: Trainer, memory: PeakMemory | None) -> Result:
     best, folder = trainer.best(), trainer.folder
     assert folder is not None
-    peaks = [memory.mebibytes(), _earlier_peak(folder)] if memory else []
+    peak = memory.mebibytes() if memory else None
     recipe, dataset, device = trainer.recipe, trainer.dataset, trainer.device
     flow = best.flow().to(device)
     size, seed = recipe.eval_batch_size, recipe.seed
@@ -248,11 +248,13 @@ def _finish(trainer: Trainer, memory: PeakMemory | None) -> Result:
             epochs=trainer.epoch,
             seconds=progress.seconds,
             step_seconds=_step_seconds(records),
-            peak_memory=max((peak for peak in peaks if peak is not None), default=None),
+            peak_memory=peak,
             parameters=sum(parameter.numel() for parameter in trainer.flow.parameters() if parameter.requires_grad),
             rollbacks=progress.rollbacks,
             provenance=provenance(device),
         )
+        if (earlier := _earlier(folder)) and earlier.seconds == result.seconds:  # it had ended, and was not trained again
+            result = replace(result, peak_memory=earlier.peak_memory, provenance=earlier.provenance)
         write_text(folder.result, json_text(asdict(result), indent=2) + "\n")
         # Last, since what can go wrong with a picture must not cost the figures.
         if records:
@@ -267,10 +269,10 @@ def _step_seconds(records: list[dict[str, Any]]) -> float | None:
     return statistics.median(times) if times else None
 
 
-def _earlier_peak(folder: RunFolder) -> float | None:
-    """Of a run that had ended before it was resumed, and so may not have trained again."""
+def _earlier(folder: RunFolder) -> Result | None:
+    """What a run had come to before it was resumed, if it had ended by then."""
     try:
-        return Result.read(folder.result).peak_memory
+        return Result.read(folder.result)
     except ValueError:
         return None
 

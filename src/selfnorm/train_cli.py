@@ -37,8 +37,8 @@ from selfnorm.display import (
     print_json,
     print_profile,
     print_result,
-    print_seeds,
     print_table,
+    print_together,
     showing,
     showing_together,
     transfers,
@@ -222,7 +222,7 @@ def _train_seeds(recipe: Recipe, seeds: int, folder: Path, device: str, quiet: b
     folders = _seed_folders(folder, [each.seed for each in recipes])
     with showing_together(recipes, folders, quiet, as_json) as reports, transfers(quiet or as_json) as on_progress:
         found = start_runs(recipes, folders, device=the_device(device), reports=reports, on_progress=on_progress)
-    _tell_seeds(folders, recipes, found, as_json)
+    _tell_together(folders, recipes, found, as_json)
 
 
 def _resume(
@@ -237,15 +237,14 @@ def _resume(
         return
     with showing_together(recipes, folders, quiet, as_json) as reports, transfers(quiet or as_json) as on_progress:
         found = resume_runs(folders, **options, reports=reports, on_progress=on_progress)
-    _tell_seeds(folders, recipes, found, as_json)
+    _tell_together(folders, recipes, found, as_json)
 
 
-def _tell_seeds(folders: list[Path], recipes: list[Recipe], found: list[Result | DivergedError], as_json: bool) -> None:
-    seeds = [recipe.seed for recipe in recipes]
-    print_seeds(dict(zip(folders, zip(seeds, found, strict=True), strict=True)), as_json)
-    diverged = [str(seed) for seed, each in zip(seeds, found, strict=True) if not isinstance(each, Result)]
+def _tell_together(folders: list[Path], recipes: list[Recipe], found: list[Result | DivergedError], as_json: bool) -> None:
+    print_together(dict(zip(folders, zip(recipes, found, strict=True), strict=True)), as_json)
+    diverged = [str(folder) for folder, each in zip(folders, found, strict=True) if not isinstance(each, Result)]
     if diverged:
-        raise DivergedError(f"seed {', '.join(diverged)} of {len(seeds)} diverged")
+        raise DivergedError(f"{', '.join(diverged)}: {len(diverged)} of {len(folders)} runs diverged")
 
 
 def _seed_folders(folder: Path, seeds: list[int]) -> list[Path]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+SHORT = 0.5  # seconds: Linux counts in hundredths, for each core
 MUCH = 0.2  # of a core, taken by others: threads that wait for each other then wait for them, too
 
 
@@ -41,8 +42,8 @@ class Conditions:
         return {"taken by others": f"{cores:.1f} of {os.cpu_count()} cores{warning}"}
 
     def cores_taken(self, after: Conditions) -> float | None:
-        """How many cores others kept busy on average."""
-        if self.others is None or after.others is None or after.at <= self.at:
+        """How many cores others kept busy on average; None if it was too short to tell."""
+        if self.others is None or after.others is None or after.at - self.at < SHORT:
             return None
         return max(0.0, (after.others - self.others) / (after.at - self.at))
 

@@ -7,7 +7,8 @@ operations:  those of all matrix products and convolutions of one step, forward 
 bytes:       of each parameter 7 passes (read and written, both of Adam's moments read and written, its gradient once), of
              each inverse that is tracked 2, and of what the step keeps for its backward pass 2 (written, read).
 
-Both rates are measured at the start of a run: a large product, in the precision that products have in training, and a large copy.
+Both rates are measured at the start of a run: a large product, in the precision that products have in training (bfloat16 only for
+flows with coupling networks in it), and a large copy.
 """
 
 from __future__ import annotations
@@ -23,20 +24,24 @@ from torch import Tensor, nn
 from selfnorm.bench.timing import Effort, Failure, Work, measure
 from selfnorm.kernels.dispatch import used_on
 from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
-from selfnorm.precision import networks_in_bf16
 
 PASSES = 7  # over a parameter, in a step with Adam
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the machine does at best: operations a second of a product, and bytes a second of a copy, read and written."""
+    """What the machine does at best: operations a second of a product, and bytes a second of a copy, read and written.
+
+    in_bf16:  whether it is a product of bfloat16 numbers, instead of float32.
+    """
 
     product: float
     copy: float
+    in_bf16: bool = False
 
     def __str__(self) -> str:
-        return f"a product at {_scaled(self.product)}FLOP/s, a copy at {_scaled(self.copy)}B/s"
+        kind = " of bfloat16 numbers" if self.in_bf16 else ""
+        return f"a product{kind} at {_scaled(self.product)}FLOP/s, a copy at {_scaled(self.copy)}B/s"
 
 
 @dataclass(frozen=True)
@@ -52,13 +57,13 @@ class Counts:
         return max(self.operations / ceilings.product, self.moved / ceilings.copy)
 
 
-def measure_ceilings(device: torch.device, seconds: float = 1.0) -> Ceilings:
+def measure_ceilings(device: torch.device, seconds: float = 1.0, in_bf16: bool = False) -> Ceilings:
     """By a product of large square matrices and a copy that no cache holds, the best of many blocks each."""
     gpu = device.type != "cpu"
     side, values = (8192, 2**28) if gpu else (1536, 2**25)
     if device.type == "cuda":
         values = min(values, torch.cuda.mem_get_info(device)[0] // 32)
-    factors = torch.bfloat16 if networks_in_bf16() else torch.float32
+    factors = torch.bfloat16 if in_bf16 else torch.float32
     a, b = (torch.randn(side, side, device=device, dtype=factors) for _ in range(2))
     out, source = torch.empty_like(a), torch.zeros(values, device=device, dtype=torch.float32)
     target = torch.empty_like(source)
@@ -68,7 +73,7 @@ def measure_ceilings(device: torch.device, seconds: float = 1.0) -> Ceilings:
         if isinstance(timing, Failure):
             raise RuntimeError(f"bench: the {name} that the floor is measured by failed: {timing.reason}")
         found[name] = timing.low  # a ceiling is what can be reached
-    return Ceilings(product=2 * side**3 / found["product"], copy=2 * source.nbytes / found["copy"])
+    return Ceilings(2 * side**3 / found["product"], 2 * source.nbytes / found["copy"], in_bf16)
 
 
 def count(step: Callable[[], object], module: nn.Module) -> Counts:

@@ -56,6 +56,11 @@ class Model:
         return self.recipe.model, self.shape, self.recipe.threads
 
     @property
+    def couples(self) -> bool:
+        """Whether it has coupling networks, which work in bfloat16 where that is asked for."""
+        return self.recipe.model == "glow"
+
+    @property
     def dimensions(self) -> int:
         return math.prod(self.shape)
 

@@ -35,7 +35,7 @@ from selfnorm.bench.table import (
     source_of,
 )
 from selfnorm.bench.timing import Effort, Failure, Timing, Work, measure, reason_for
-from selfnorm.bench.training import TrainingStep, training_step
+from selfnorm.bench.training import FAILED_STEP, TrainingStep, training_step
 
 Loss = Callable[[Tensor], Tensor]  # of a batch, as a number
 BATCH = 100
@@ -230,12 +230,13 @@ def peers_table(
 
 def _of_shape(shape: tuple[int, ...], peers: Sequence[Peer], device: torch.device, effort: Effort, now: Told) -> list[Row]:
     rows: list[Row] = []
+    steps: dict[str, TrainingStep] = {}
     works: dict[str, Work] = {}
     for model in OURS[shape]:
         row = Row("selfnorm", model.name, shape, selfnorm.__version__)
         rows.append(row)
         now(f"{row.name}: building it")
-        _attempt(row, partial(_build_ours, row, model, device, works))
+        _attempt(row, partial(_build_ours, row, model, device, steps, works))
     for peer in peers:
         row = Row(peer.library, peer.model, shape, installed(peer.library))
         rows.append(row)
@@ -246,15 +247,17 @@ def _of_shape(shape: tuple[int, ...], peers: Sequence[Peer], device: torch.devic
         row = next(row for row in rows if row.name == name)
         if isinstance(timing, Failure):
             row.note, row.failed = timing.reason, True
+        elif name in steps and steps[name].failed():
+            row.note, row.failed = FAILED_STEP, True
         else:
             row.step = timing
     return rows
 
 
-def _build_ours(row: Row, model: Model, device: torch.device, works: dict[str, Work]) -> None:
-    step: TrainingStep = training_step(model, device)
+def _build_ours(row: Row, model: Model, device: torch.device, steps: dict[str, TrainingStep], works: dict[str, Work]) -> None:
+    step = training_step(model, device)
     row.parameters = _parameters(step.loss)
-    works[row.name] = step.work
+    steps[row.name], works[row.name] = step, step.work
 
 
 def _build_peer(row: Row, peer: Peer, device: torch.device, works: dict[str, Work]) -> None:

@@ -30,8 +30,9 @@ from selfnorm.bench.table import (
     source_of,
 )
 from selfnorm.bench.timing import Effort, Failure, Timing, Work, measure, reason_for, synchronize
-from selfnorm.bench.training import TrainingStep, training_step
+from selfnorm.bench.training import FAILED_STEP, TrainingStep, training_step
 from selfnorm.flow import Flow
+from selfnorm.precision import networks_in_bf16
 from selfnorm.sampler import Sampler
 from selfnorm.train.loop import threads
 
@@ -92,22 +93,24 @@ def measure_steps(
     now: Told = str,
 ) -> Iterator[Measured]:
     """Each model's times, family by family: those of one family take turns. A model that fails costs the others nothing. The
-    machine's ceilings are measured once for each number of CPU threads that a family runs with.
+    machine's ceilings are measured once for each number of CPU threads that a family runs with, and once more for coupling
+    networks in bfloat16.
 
     memory:  whether to take peaks, too; on a CPU that is a process for each model.
     told:    is called with a line for each model.
     now:     is called with a line for what is being measured.
     """
     effort = effort or Effort()
-    ceilings: dict[int | None, Ceilings] = {}
+    ceilings: dict[tuple[int | None, bool], Ceilings] = {}
     for family in families(models):
         with threads(family[0].recipe.threads):
             number = torch.get_num_threads() if device.type == "cpu" else None
-            if number not in ceilings:
+            at = number, networks_in_bf16() and family[0].couples
+            if at not in ceilings:
                 now(f"how fast a product and a copy are{with_threads(number)}")
-                ceilings[number] = measure_ceilings(device, min(2.0, effort.seconds))
-                now(f"{ceilings[number]}{with_threads(number)}")
-            found = [Measured(model, number, ceilings[number]) for model in family]
+                ceilings[at] = measure_ceilings(device, min(2.0, effort.seconds), in_bf16=at[1])
+                now(f"{ceilings[at]}{with_threads(number)}")
+            found = [Measured(model, number, ceilings[at]) for model in family]
             try:
                 for each in found if memory else []:
                     now(f"{each.model.name}: its peak memory")
@@ -178,7 +181,7 @@ def _measure_family(found: list[Measured], device: torch.device, effort: Effort,
         if isinstance(timing, Failure):
             each.failure = timing.reason
         elif name in steps and steps[name].failed():
-            each.failure = "a step had a non-finite loss or gradient, or lost a tracked inverse"
+            each.failure = FAILED_STEP
         else:
             each.step = timing
     flows = {each.model.name: steps[each.model.name].loss.flow for each in found if each.step and each.model.name in steps}
@@ -314,8 +317,8 @@ _BARE = (
 
 def _notes(device: torch.device, measured: Sequence[Measured], memory: bool) -> list[Note]:
     cuda = device.type == "cuda"
-    ceilings = {each.threads: each.ceilings for each in measured}
-    rates = "; ".join(f"{found}{with_threads(number)}" for number, found in ceilings.items())
+    ceilings = dict.fromkeys((each.ceilings, each.threads) for each in measured)
+    rates = "; ".join(f"{found}{with_threads(number)}" for found, number in ceilings)
     step, floor = COLUMNS[1:4], COLUMNS[6:8]
     bare = any(each.model.bare for each in measured)
     return [

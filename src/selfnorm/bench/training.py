@@ -18,6 +18,7 @@ from selfnorm.train.captured import CapturedStep, can_be_captured
 from selfnorm.train.step import EagerStep, Step, adam
 
 STEPS = 200  # in an epoch; each of them draws its order anew
+FAILED_STEP = "a step had a non-finite loss or gradient, or lost a tracked inverse"
 RATE = 1e-5  # small, so that noise for data leads no model astray, however long it is timed
 
 

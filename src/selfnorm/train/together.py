@@ -22,7 +22,11 @@ def run_together(trainers: Sequence[Trainer]) -> list[DivergedError | None]:
     """
     settings = {(trainer.recipe.threads, trainer.recipe.precision) for trainer in trainers}
     if len(settings) != 1:
-        raise ValueError(f"run_together: expected recipes with the same threads and precision, got {sorted(settings, key=str)}")
+        got = ", ".join(
+            f"{each.recipe.threads} and {each.recipe.precision} in {each.folder.path if each.folder else each.recipe.name}"
+            for each in trainers
+        )
+        raise ValueError(f"expected runs at once to have the same threads and precision, got {got}; train them one by one")
     ((thread_count, rounding),) = settings
     diverged: list[DivergedError | None] = [None] * len(trainers)
     stopped: StoppedError | None = None
