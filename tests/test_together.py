@@ -114,11 +114,12 @@ def test_seeds_that_were_stopped_go_on_together(tmp_path):
 
 def test_only_seeds_of_one_recipe_have_a_mean(tmp_path):
     """Two runs of the same seed are not one, nor are two recipes."""
-    one, other, twin = (tmp_path / name for name in ("one", "other", "twin"))
+    one, again, other, twin = (tmp_path / name for name in ("one", "again", "other", "twin"))
     ok("train", "digits-fc-snf", *SHORT, "--run", one, "-q")
+    ok("train", "digits-fc-snf", *SHORT, "--run", again, "-q")
     ok("train", "digits-fc-tracked", *SHORT, "--run", other, "-q")
     ok("train", "digits-fc-tracked", *SHORT, "--seed", "1", "--run", twin, "-q")
-    for first, second in ((one, other), (one, twin)):
+    for first, second in ((one, again), (one, other), (one, twin)):
         said = ok("train", "--resume", first, "--resume", second, "-q")
         assert said.count(": test NLL") == 2 and "mean" not in said
         records = [json.loads(line) for line in ok("train", "--resume", first, "--resume", second, "--json").splitlines()]
