@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from record import Cell, at_least, parser, record, run
+from record import Cell, at_least, command, parser, record, run
+from selfnorm.bench.timing import synchronize
 from selfnorm.command import the_device
 from selfnorm.convmatrix import Geometry, conv_matrix
 from selfnorm.layers.emerging import AutoregressiveConv2d, Mask, solve_by_fronts, solve_by_rows
@@ -92,11 +93,6 @@ def compare(shape: tuple[int, int, int], batch: int, mask: Mask, repeats: int, d
     return ["×".join(map(str, shape)), mask, batch, *medians, round(statistics.median(gains), 1), round(min(gains), 1)]
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
-
-
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--device", default="cpu")
@@ -106,13 +102,12 @@ def main() -> None:
     device = the_device(chosen.device)
     torch.manual_seed(0)
     masks: tuple[Mask, ...] = ("quadrant", "raster")
-    command = f"python benchmarks/emerging.py --device {device} --repeats {chosen.repeats} --threads {chosen.threads}"
     with threads(chosen.threads):
         rows = [
             compare(shape, batch, mask, chosen.repeats, device)
             for shape, mask, batch in itertools.product(SHAPES, masks, BATCHES)
         ]
-        source = provenance(device, command)
+        source = provenance(device, command())
     record(
         chosen.json,
         title=f"The inverse of a 3×3 autoregressive convolution, on {source['machine']}",

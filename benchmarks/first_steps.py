@@ -16,7 +16,8 @@ from collections.abc import Callable
 
 import torch
 
-from record import Cell, any_device, at_least, command, parser, record, run
+from record import Cell, at_least, command, parser, record, run
+from selfnorm.command import the_device
 from selfnorm.data.batches import Examples, TrainingBatches
 from selfnorm.kernels.dispatch import used_on
 from selfnorm.precision import precision
@@ -85,7 +86,7 @@ def main() -> None:
     chosen = options.parse_args()
     if chosen.steps < 1:
         raise ValueError(f"--steps: expected at least 1, got {chosen.steps}")
-    device = any_device()
+    device = the_device("auto")
     rows: list[list[Cell]] = []
     for name in chosen.recipes:
         recipe, began = settled(find_recipe(name)), time.time()

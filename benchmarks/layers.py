@@ -15,8 +15,9 @@ from functools import partial
 
 import torch
 
-from record import Cell, at_least, parser, record, run
+from record import Cell, at_least, command, parser, record, run
 from selfnorm import Bijection, ExactConv2d, ExactLinear, SelfNormConv2d, SelfNormLinear
+from selfnorm.bench.timing import synchronize
 from selfnorm.command import the_device
 from selfnorm.convmatrix import Geometry, conv_matrix
 from selfnorm.report.provenance import provenance
@@ -38,11 +39,6 @@ def time_rounds(candidates: Mapping[str, Callable[[], object]], repeats: int, de
             if round_ >= 2:
                 times[name].append(1e3 * (time.perf_counter() - start))
     return times
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
 
 
 def step(layer: Bijection, x: torch.Tensor) -> Callable[[], None]:
@@ -110,7 +106,7 @@ def main() -> None:
         }
         rows.append(compare(f"3×3 convolution, {'×'.join(map(str, shape))}", candidates, chosen.repeats, device))
 
-    source = provenance(device, f"python benchmarks/layers.py --device {device} --repeats {chosen.repeats}")
+    source = provenance(device, command())
     times = dict.fromkeys(key for row in rows for key in row if key.endswith(" ms"))
     columns = ["name", *times, "exact / selfnorm", "lowest"]
     record(

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from selfnorm.files import write_text
 
 Cell = str | float | None
@@ -50,11 +48,6 @@ def run(main: Callable[[], None]) -> None:
         main()
     except ValueError as error:
         sys.exit(f"{Path(sys.argv[0]).stem}: {error}")
-
-
-def any_device() -> torch.device:
-    """An accelerator, if there is one."""
-    return (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None) or torch.device("cpu")
 
 
 def record(

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from record import Cell, any_device, at_least, command, parser, record, run
+from record import Cell, at_least, command, parser, record, run
+from selfnorm.command import the_device
 from selfnorm.data.dataset import Dataset
 from selfnorm.recipe import Recipe
 from selfnorm.recipes import find_recipe
@@ -51,7 +52,7 @@ def main() -> None:
     chosen = options.parse_args()
     if chosen.epochs < 3:
         raise ValueError(f"--epochs: expected at least 3, since the first are left out, got {chosen.epochs}")
-    device = any_device()
+    device = the_device("auto")
     rows: list[list[Cell]] = []
     for name in chosen.recipes:
         recipe = settled(replace(find_recipe(name), epochs=chosen.epochs, validate_every=chosen.epochs))
