@@ -16,11 +16,11 @@ from record import Cell, parser, record
 from selfnorm.data import load_dataset
 from selfnorm.data.batches import Examples
 from selfnorm.data.dataset import Dataset
-from selfnorm.evaluate import Likelihood, likelihood
-from selfnorm.recipe import Recipe
-from selfnorm.recipes import find_recipe
+from selfnorm.evaluate.likelihood import Likelihood, likelihood
 from selfnorm.report.provenance import provenance
 from selfnorm.train.loop import Trainer, threads
+from selfnorm.train.recipe import Recipe
+from selfnorm.train.recipes import find_recipe
 
 TWINS = ("digits-fc-snf", "digits-fc-exact")
 SEEDS = (0, 1, 2)

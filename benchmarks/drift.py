@@ -14,11 +14,11 @@ from typing import Any
 
 from record import Cell, at_least, parser, record
 from selfnorm.data import load_dataset
-from selfnorm.health import examine
-from selfnorm.recipe import override
-from selfnorm.recipes import find_recipe
+from selfnorm.evaluate.health import examine
 from selfnorm.report.provenance import provenance
 from selfnorm.train.loop import Trainer
+from selfnorm.train.recipe import override
+from selfnorm.train.recipes import find_recipe
 
 COMMON = ("standardize=false", "weight=1", "decay=0")
 VARIANTS: dict[str, tuple[str, ...]] = {

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from record import Cell, at_least, command, parser, record, run
 from selfnorm.bench.timing import synchronize
-from selfnorm.command import the_device
-from selfnorm.convmatrix import Geometry, conv_matrix
+from selfnorm.cli.options import the_device
 from selfnorm.layers.emerging import AutoregressiveConv2d, Mask, solve_by_fronts, solve_by_rows
+from selfnorm.linalg.convmatrix import Geometry, conv_matrix
 from selfnorm.report.provenance import provenance
 from selfnorm.train.loop import threads
 

@@ -17,15 +17,15 @@ from collections.abc import Callable
 import torch
 
 from record import Cell, at_least, command, parser, record, run
-from selfnorm.command import the_device
+from selfnorm.cli.options import the_device
 from selfnorm.data.batches import Examples, TrainingBatches
 from selfnorm.kernels.dispatch import used_on
-from selfnorm.precision import precision
-from selfnorm.recipe import Recipe
-from selfnorm.recipes import build_flow, build_loss, find_recipe
 from selfnorm.report.provenance import provenance
-from selfnorm.runs import dataset_of, settled
+from selfnorm.runtime.precision import precision
 from selfnorm.train.captured import CapturedStep
+from selfnorm.train.recipe import Recipe
+from selfnorm.train.recipes import build_flow, build_loss, find_recipe
+from selfnorm.train.run import dataset_of, settled
 from selfnorm.train.step import EagerStep, Step, adam, learning_rate_at
 
 RECIPES = (

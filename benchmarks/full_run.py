@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from record import Cell, parser, record, run
-from selfnorm.recipes import RECIPES
-from selfnorm.runs import Result
 from selfnorm.train.folder import RunFolder
+from selfnorm.train.recipes import RECIPES
+from selfnorm.train.run import Result
 
 SHOWN = 12
 

@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from record import Cell, parser, record
-from selfnorm.recipe import override
-from selfnorm.recipes import find_recipe
 from selfnorm.report.provenance import provenance
-from selfnorm.runs import resume_run, start_run
 from selfnorm.train.checkpoint import Checkpoint, read
 from selfnorm.train.folder import RunFolder
+from selfnorm.train.recipe import override
+from selfnorm.train.recipes import find_recipe
+from selfnorm.train.run import resume_run, start_run
 
-HALF_WRITTEN = ".*.part*"  # the temporary names of `selfnorm.files`
+HALF_WRITTEN = ".*.part*"  # the temporary names of `selfnorm.runtime.files`
 SAVE_EVERY = (0.1, 0.0)  # seconds, by turns; 0 saves after each step
 LONGEST = 1.5  # seconds of training before a kill
 

@@ -18,8 +18,8 @@ import torch
 from record import Cell, at_least, command, parser, record, run
 from selfnorm import Bijection, ExactConv2d, ExactLinear, SelfNormConv2d, SelfNormLinear
 from selfnorm.bench.timing import synchronize
-from selfnorm.command import the_device
-from selfnorm.convmatrix import Geometry, conv_matrix
+from selfnorm.cli.options import the_device
+from selfnorm.linalg.convmatrix import Geometry, conv_matrix
 from selfnorm.report.provenance import provenance
 
 BATCH = 100

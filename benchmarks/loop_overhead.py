@@ -26,11 +26,11 @@ import torch
 from record import Cell, at_least, parser, record
 from selfnorm.data import load_dataset
 from selfnorm.data.dataset import Dataset
-from selfnorm.recipe import Recipe
-from selfnorm.recipes import find_recipe
 from selfnorm.report.provenance import provenance
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer, threads
+from selfnorm.train.recipe import Recipe
+from selfnorm.train.recipes import find_recipe
 from selfnorm.train.step import EagerStep, adam
 
 TARGET = 10.0  # per cent

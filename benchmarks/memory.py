@@ -21,10 +21,10 @@ import torch
 
 from record import Cell, parser, record
 from selfnorm.data.dataset import Dataset
-from selfnorm.recipes import find_recipe
 from selfnorm.report.provenance import provenance
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
+from selfnorm.train.recipes import find_recipe
 
 RECIPES = ("mnist-fc-snf", "mnist-conv-snf")
 MOST = 2048  # MiB

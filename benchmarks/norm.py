@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from record import Cell, parser, record
-from selfnorm.convmatrix import Geometry, conv_matrix, convolve, flip
 from selfnorm.layers.exponential import LARGEST_NORM, TRAINING_TERMS, norm_bound
+from selfnorm.linalg.convmatrix import Geometry, conv_matrix, convolve, flip
 from selfnorm.report.provenance import provenance
 
 SHAPES = ((4, 14), (8, 10), (16, 7))  # channels, side

@@ -13,14 +13,14 @@ from dataclasses import replace
 from typing import Any
 
 from record import Cell, at_least, command, parser, record, run
-from selfnorm.command import the_device
+from selfnorm.cli.options import the_device
 from selfnorm.data.batches import Examples
-from selfnorm.evaluate import likelihood
-from selfnorm.precision import PRECISIONS, Precision
-from selfnorm.recipes import find_recipe
+from selfnorm.evaluate.likelihood import likelihood
 from selfnorm.report.provenance import provenance
-from selfnorm.runs import dataset_of, settled
+from selfnorm.runtime.precision import PRECISIONS, Precision
 from selfnorm.train.loop import Trainer
+from selfnorm.train.recipes import find_recipe
+from selfnorm.train.run import dataset_of, settled
 
 MOST: dict[Precision, float] = {"float32": 0.0, "tf32": 0.1, "bf16": 1.0}  # nats
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from selfnorm.files import write_text
+from selfnorm.runtime.files import write_text
 
 Cell = str | float | None
 

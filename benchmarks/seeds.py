@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from record import Cell, at_least, command, parser, record, run
-from selfnorm.command import the_device
+from selfnorm.cli.options import the_device
 from selfnorm.data.dataset import Dataset
-from selfnorm.recipe import Recipe
-from selfnorm.recipes import find_recipe
 from selfnorm.report.provenance import provenance
-from selfnorm.runs import dataset_of, settled
 from selfnorm.train.loop import Trainer
+from selfnorm.train.recipe import Recipe
+from selfnorm.train.recipes import find_recipe
+from selfnorm.train.run import dataset_of, settled
 from selfnorm.train.together import run_together
 
 SEEDS = (1, 3, 6)

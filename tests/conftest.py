@@ -5,11 +5,11 @@ import os
 import pytest
 import torch
 
-from benching import BRIEF
-from commandline import SHORT, numbers, ok, write_csv
 from selfnorm.bench.floor import Ceilings
-from selfnorm.graphs import waiting_is_an_error
 from selfnorm.kernels.dispatch import used_on
+from selfnorm.runtime.graphs import waiting_is_an_error
+from support.benching import BRIEF
+from support.commandline import SHORT, numbers, ok, write_csv
 
 ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
@@ -106,6 +106,6 @@ def elsewhere(tmp_path_factory, monkeypatch):
 @pytest.fixture
 def brief(monkeypatch):
     """No measurement of `selfnorm bench` takes long."""
-    monkeypatch.setattr("selfnorm.bench_cli._effort", lambda *args, **options: BRIEF)
+    monkeypatch.setattr("selfnorm.cli.bench._effort", lambda *args, **options: BRIEF)
     monkeypatch.setattr("selfnorm.bench.steps.measure_ceilings", lambda device, seconds, in_bf16: Ceilings(1e9, 1e9, in_bf16))
     monkeypatch.setattr("selfnorm.bench.steps.BULK", 3)

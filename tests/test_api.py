@@ -4,8 +4,8 @@ import subprocess
 import sys
 
 import selfnorm
-from registry import REGISTRY
 from selfnorm import Bijection
+from support.registry import REGISTRY
 
 
 def test_all_names_exist():

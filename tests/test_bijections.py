@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from registry import REGISTRY
 from selfnorm import Bijection
+from support.registry import REGISTRY
 
 N = 3
 

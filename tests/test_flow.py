@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from mnist_levels import MNIST_TEST_LEVELS
 from selfnorm import (
     Affine,
     AffineCoupling,
@@ -25,6 +24,7 @@ from selfnorm import (
     StandardNormal,
 )
 from selfnorm.models import CONV, LINEAR, MIX, conv_flow, fc_flow, glow
+from support.mnist_levels import MNIST_TEST_LEVELS
 
 
 def shaken(flow, scale=0.15):

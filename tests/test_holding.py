@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from selfnorm import Chain, Flow, SelfNormConv2d, SelfNormLinear, SmoothLeakyReLU
+from selfnorm.linalg.neumann import InfiniteVarianceError, draw_terms
 from selfnorm.models import conv_flow, fc_flow
-from selfnorm.neumann import InfiniteVarianceError, draw_terms
 from selfnorm.objective import VARIANCE_CHECK, Loss
 
 

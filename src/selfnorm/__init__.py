@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from selfnorm.bijection import Bijection, Chain, Surrogate
+from selfnorm.evaluate.sampler import Sampler
 from selfnorm.flow import Flow, StandardNormal
-from selfnorm.inverses import SingularWeightError
 from selfnorm.layers.coupling import AffineCoupling, ConditionalAffine
 from selfnorm.layers.elementwise import ActNorm, Affine, Logit, SmoothLeakyReLU, Standardize
 from selfnorm.layers.emerging import EmergingConv2d
@@ -17,7 +17,7 @@ from selfnorm.layers.relative import RelativeLinear
 from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
 from selfnorm.layers.spline import SplineActivation
 from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
-from selfnorm.sampler import Sampler
+from selfnorm.linalg.inverses import SingularWeightError
 
 if TYPE_CHECKING:
     from selfnorm.estimator import SelfNormDensity

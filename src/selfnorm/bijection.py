@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from selfnorm.checks import expect_finite
-from selfnorm.streams import join
+from selfnorm.runtime.checks import expect_finite
+from selfnorm.runtime.streams import join
 
 
 class Surrogate(NamedTuple):
@@ -47,7 +47,7 @@ class Bijection(nn.Module):
 
     Keep all state in parameters and buffers, hard-code neither device nor dtype, and raise a `ValueError` that says who,
     expected what, and got what. `context` conditions the layers that are built for one; the others ignore it. Add the layer
-    to the registry in `tests/registry.py` and it is tested like every other.
+    to the registry in `tests/support/registry.py` and it is tested like every other.
     """
 
     # Whether this layer's own surrogate is its exact pair, so that a training loss made of such is a likelihood.

@@ -16,13 +16,13 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from selfnorm.bijection import Chain, located
-from selfnorm.checks import count
 from selfnorm.data.dataset import Dataset
-from selfnorm.evaluate import evaluating
+from selfnorm.evaluate.likelihood import evaluating
 from selfnorm.flow import Flow, Inverse
 from selfnorm.layers.elementwise import Standardize
-from selfnorm.recipes import recipe_for
+from selfnorm.runtime.checks import count
 from selfnorm.train.loop import Trainer, threads
+from selfnorm.train.recipes import recipe_for
 from selfnorm.train.stopping import DivergedError
 
 Floats = NDArray[np.float64]

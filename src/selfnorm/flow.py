@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection, Chain, Surrogate
-from selfnorm.checks import event_shape, expect_finite, expect_float, expect_shape
-from selfnorm.streams import join
+from selfnorm.runtime.checks import event_shape, expect_finite, expect_float, expect_shape
+from selfnorm.runtime.streams import join
 
 Inverse = Literal["learned", "exact", "refined"]
 

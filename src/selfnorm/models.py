@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from selfnorm.bijection import Bijection, Chain
-from selfnorm.checks import count, event_shape
 from selfnorm.flow import Flow, StandardNormal
 from selfnorm.layers.coupling import AffineCoupling, ConditionalAffine
 from selfnorm.layers.elementwise import ActNorm, Affine, Logit, SmoothLeakyReLU, Standardize
@@ -23,6 +22,7 @@ from selfnorm.layers.relative import RelativeLinear
 from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
 from selfnorm.layers.spline import SplineActivation
 from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
+from selfnorm.runtime.checks import count, event_shape
 
 Size = int | Sequence[int]
 Kind = TypeVar("Kind")

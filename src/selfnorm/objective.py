@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.bijection import Chain, located
-from selfnorm.checks import count, expect_batch
 from selfnorm.flow import Flow, StandardNormal
 from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.linear import refuse_second_derivative
 from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
-from selfnorm.neumann import draw_terms, expect_finite_variance, expect_probability, neumann_tail, spectral_radius
-from selfnorm.polish import expect_polish, expect_tap_mean, polish_inverse
+from selfnorm.linalg.neumann import draw_terms, expect_finite_variance, expect_probability, neumann_tail, spectral_radius
+from selfnorm.linalg.polish import expect_polish, expect_tap_mean, polish_inverse
+from selfnorm.runtime.checks import count, expect_batch
 
 VARIANCE_CHECK = 100  # steps between two looks at whether debiasing has a finite variance
 
@@ -160,8 +160,8 @@ class Loss(nn.Module):
     probes:   how many white-noise vectors each self-normalizing layer also has to reconstruct, at each step. Data leaves R
               free in directions in which it does not vary; noise has none.
     symmetric:     reconstruct z from Rz, too: the mean of ‖RWx − x‖² and ‖WRz − z‖², whose x and z are both constants.
-    polish:        a method of `selfnorm.polish`, which moves R towards W⁻¹ after every `polish_every` steps.
-    debias:        how many white-noise vectors estimate, at each step, what Rᵀ lacks of W⁻ᵀ (`selfnorm.neumann`); 0 for none.
+    polish:        a method of `selfnorm.linalg.polish`, which moves R towards W⁻¹ after every `polish_every` steps.
+    debias:        how many white-noise vectors estimate, at each step, what Rᵀ lacks of W⁻ᵀ (`linalg.neumann`); 0 for none.
     debias_keep:   q, the probability of one more term in that estimate. It is checked now and then that ρ(I − RW)² < q.
 
     >>> from selfnorm.models import fc_flow

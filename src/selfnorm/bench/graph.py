@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from selfnorm.bench.timing import Work
-from selfnorm.graphs import capturing, generator_kept, waiting_is_an_error
+from selfnorm.runtime.graphs import capturing, generator_kept, waiting_is_an_error
 
 WARM_UP = 3  # calls before a capture: they compile kernels and make libraries allocate
 

@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from selfnorm.recipe import Recipe
-from selfnorm.recipes import RECIPES
+from selfnorm.train.recipe import Recipe
+from selfnorm.train.recipes import RECIPES
 
 # One example's shape, and grey levels.
 SHAPES: dict[str, tuple[tuple[int, ...], int | None]] = {

@@ -17,7 +17,7 @@ from selfnorm.bench.graph import captured
 from selfnorm.bench.table import BenchTable, Cell, Note, Told, blocks_of, in_full, machine_of, measuring, significant, source_of
 from selfnorm.bench.timing import Effort, Failure, Timing, Work, measure, reason_for
 from selfnorm.bijection import Bijection
-from selfnorm.factored import factored_gradients
+from selfnorm.kernels.dense.factored import factored_gradients
 from selfnorm.layers.tracked import TrackedLinear
 from selfnorm.models import LINEAR
 from selfnorm.train.step import BETAS, EPS, adam_tensors

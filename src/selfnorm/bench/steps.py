@@ -14,8 +14,8 @@ import torch
 from selfnorm.bench.conditions import Conditions
 from selfnorm.bench.floor import Ceilings, Counts, bare_step, count, measure_ceilings
 from selfnorm.bench.graph import captured
-from selfnorm.bench.memory import MIB, memory_of
 from selfnorm.bench.models import PAPER_MS, Model, families
+from selfnorm.bench.step_memory import MIB, memory_of
 from selfnorm.bench.table import (
     BenchTable,
     Cell,
@@ -31,9 +31,9 @@ from selfnorm.bench.table import (
 )
 from selfnorm.bench.timing import Effort, Failure, Timing, Work, measure, reason_for, synchronize
 from selfnorm.bench.training import FAILED_STEP, TrainingStep, training_step
+from selfnorm.evaluate.sampler import Sampler
 from selfnorm.flow import Flow
-from selfnorm.precision import networks_in_bf16
-from selfnorm.sampler import Sampler
+from selfnorm.runtime.precision import networks_in_bf16
 from selfnorm.train.loop import threads
 
 BULK = 1000  # samples at once

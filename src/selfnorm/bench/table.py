@@ -14,9 +14,9 @@ import torch
 
 from selfnorm.bench.conditions import Conditions
 from selfnorm.bench.timing import Timing
-from selfnorm.files import json_text, write_text
-from selfnorm.precision import networks_in_bf16, products_in_tf32
 from selfnorm.report.provenance import provenance
+from selfnorm.runtime.files import json_text, write_text
+from selfnorm.runtime.precision import networks_in_bf16, products_in_tf32
 
 Cell = str | int | float | None
 Told = Callable[[str], object]  # is called with a line: about what was just measured, or what is being measured now

@@ -13,8 +13,8 @@ from selfnorm.bench.models import Model
 from selfnorm.bench.timing import Work
 from selfnorm.data.batches import Examples, TrainingBatches
 from selfnorm.objective import Loss
-from selfnorm.recipes import build_flow, build_loss
 from selfnorm.train.captured import CapturedStep, can_be_captured
+from selfnorm.train.recipes import build_flow, build_loss
 from selfnorm.train.step import EagerStep, Step, adam
 
 STEPS = 200  # in an epoch; each of them draws its order anew

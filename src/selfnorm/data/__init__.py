@@ -12,7 +12,7 @@ from torch import Tensor
 from selfnorm.data import cifar10, imagenet32, mnist, small
 from selfnorm.data.arrays import read_examples
 from selfnorm.data.dataset import Dataset, permutation
-from selfnorm.data.files import Progress
+from selfnorm.data.locate import Progress
 
 __all__ = ["NAMES", "Dataset", "load_dataset", "read_examples"]
 

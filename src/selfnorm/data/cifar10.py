@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from selfnorm.data.dataset import Dataset
 from selfnorm.data.download import Expected, fetch_tar
-from selfnorm.data.files import Progress, data_folder, locate, missing
+from selfnorm.data.locate import Progress, data_folder, locate, missing
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 PLACE = "cifar-10-batches-bin"

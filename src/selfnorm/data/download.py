@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple, Protocol
 
-from selfnorm.data.files import Progress
-from selfnorm.files import replacing_file
+from selfnorm.data.locate import Progress
+from selfnorm.runtime.files import replacing_file
 
 CHUNK = 1 << 18
 TIMEOUT = 30.0  # seconds without a byte

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selfnorm.data.dataset import Dataset, permutation
-from selfnorm.data.files import Progress, cache_folder, data_folder, locate, missing
 from selfnorm.data.images import image_files, read_image
-from selfnorm.files import replacing_file
+from selfnorm.data.locate import Progress, cache_folder, data_folder, locate, missing
+from selfnorm.runtime.files import replacing_file
 
 URL = "https://image-net.org/download-images (downsampled, 32 × 32, npz format), which asks for an account"
 PLACES = ("imagenet32", "")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from selfnorm.data.dataset import Dataset
 from selfnorm.data.download import Expected, fetch_gzip
-from selfnorm.data.files import Progress, data_folder, locate, missing
+from selfnorm.data.locate import Progress, data_folder, locate, missing
 
 URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 PLACES = ("MNIST/raw", "raw", "mnist", "")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from selfnorm.data.dataset import SEED, Dataset, permutation
-from selfnorm.data.files import require
+from selfnorm.data.locate import require
 
 TOY_PARTS = (10_000, 2_000, 2_000)
 

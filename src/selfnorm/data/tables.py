@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from selfnorm.data.files import require
+from selfnorm.data.locate import require
 
 LARGEST = float(np.finfo(np.float32).max)
 

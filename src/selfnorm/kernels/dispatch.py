@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from selfnorm.precision import products_in_tf32
+from selfnorm.runtime.precision import products_in_tf32
 
 _devices: tuple[str, ...] = ("cuda",)  # where kernels are used
 

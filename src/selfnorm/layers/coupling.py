@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection, Surrogate
-from selfnorm.checks import count, describe, expect_like, expect_shape
 from selfnorm.layers.elementwise import sum_event
 from selfnorm.layers.network import MatrixAffine, Weights, fusable, matrix_inverse, read, reads_alike
-from selfnorm.precision import networks_in_bf16
+from selfnorm.runtime.checks import count, describe, expect_like, expect_shape
+from selfnorm.runtime.precision import networks_in_bf16
 
 
 class ConditionalAffine(Bijection):

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection, Surrogate
-from selfnorm.checks import count, describe, event_shape, expect_batch, expect_shape
 from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.linear import refuse_second_derivative
+from selfnorm.runtime.checks import count, describe, event_shape, expect_batch, expect_shape
 
 
 def sum_event(x: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class SmoothLeakyReLU(Bijection):
         expect_batch(self, z)
         if torch.is_grad_enabled() or not usable(z):
             return super().approx_inverse(z, context=context)
-        from selfnorm.kernels.activation import leaky_inverse
+        from selfnorm.kernels.elementwise.activation import leaky_inverse
 
         return leaky_inverse(_dense(z), self.alpha, self._iterations + 1)
 
@@ -278,7 +278,7 @@ class _FusedSmoothLeakyReLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
-        from selfnorm.kernels.activation import leaky
+        from selfnorm.kernels.elementwise.activation import leaky
 
         x = _dense(x)
         ctx.save_for_backward(x)
@@ -288,7 +288,7 @@ class _FusedSmoothLeakyReLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor) -> tuple[Tensor, None]:
         refuse_second_derivative()
-        from selfnorm.kernels.activation import leaky_backward
+        from selfnorm.kernels.elementwise.activation import leaky_backward
 
         (x,) = ctx.saved_tensors
         return leaky_backward(x, ctx.alpha, _in_order_of(x, grad_z), grad_log_det), None
@@ -299,7 +299,7 @@ class _FusedActNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shift: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
-        from selfnorm.kernels.activation import actnorm
+        from selfnorm.kernels.elementwise.activation import actnorm
 
         x, shift, log_scale = _dense(x), shift.contiguous(), log_scale.contiguous()
         ctx.save_for_backward(x, shift, log_scale)
@@ -308,7 +308,7 @@ class _FusedActNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         refuse_second_derivative()
-        from selfnorm.kernels.activation import actnorm_backward
+        from selfnorm.kernels.elementwise.activation import actnorm_backward
 
         x, shift, log_scale = ctx.saved_tensors
         return actnorm_backward(x, shift, log_scale, _in_order_of(x, grad_z), grad_log_det)

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection, Chain, Surrogate, located
-from selfnorm.checks import count, describe, expect_like, expect_shape
-from selfnorm.convmatrix import Geometry, conv_matrix, convolve, dirac, flip, kernel_gradient
-from selfnorm.inverses import SingularWeightError, widen
 from selfnorm.layers.exact import Conv1x1
 from selfnorm.layers.linear import PLAIN, FusedConv, in_full_precision, odd_kernel
+from selfnorm.linalg.convmatrix import Geometry, conv_matrix, convolve, dirac, flip, kernel_gradient
+from selfnorm.linalg.inverses import SingularWeightError, widen
+from selfnorm.runtime.checks import count, describe, expect_like, expect_shape
 
 Mask = Literal["quadrant", "raster"]
 # Images whose rows hold at most so many values, C·W, are solved for by rows, others by fronts. On one CPU core rows take 0.35

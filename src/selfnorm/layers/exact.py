@@ -16,7 +16,7 @@ from selfnorm.layers.linear import (
     in_full_precision,
     training_log_det,
 )
-from selfnorm.streams import beside
+from selfnorm.runtime.streams import beside
 
 
 class _ExactTraining(LinearMap):

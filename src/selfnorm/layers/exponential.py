@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection, Chain, Surrogate, located
-from selfnorm.checks import count, expect_like, expect_shape
-from selfnorm.convmatrix import Geometry, convolve
-from selfnorm.inverses import widen
 from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.exact import Conv1x1
 from selfnorm.layers.linear import backward_in_full_precision, in_full_precision, odd_kernel, refuse_second_derivative
+from selfnorm.linalg.convmatrix import Geometry, convolve
+from selfnorm.linalg.inverses import widen
+from selfnorm.runtime.checks import count, expect_like, expect_shape
 
 # At this norm the terms that are left out come to at most 1.07e-4·‖x‖ after 6 and 3e-12·‖x‖ after 13.
 LARGEST_NORM = 0.9
@@ -84,7 +84,7 @@ class ConvExponential(Bijection):
 
     def _held_kernel(self, x: Tensor) -> Tensor:
         """The same by kernels, if there are few channels."""
-        from selfnorm.kernels.symbolnorm import LARGEST
+        from selfnorm.kernels.conv.symbolnorm import LARGEST
 
         if self.channels > LARGEST:
             return self._kernel_for(x)
@@ -114,13 +114,13 @@ class _FusedSeries(torch.autograd.Function):
         """Whether kernels can do it: for small images."""
         if not usable(x, k, b):
             return False
-        from selfnorm.kernels.conv import fits
+        from selfnorm.kernels.conv.selfnorm import fits
 
         return fits(x, k)
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, k: Tensor, b: Tensor, terms: int) -> tuple[Tensor, Tensor]:
-        from selfnorm.kernels.convseries import series_forward
+        from selfnorm.kernels.conv.series import series_forward
 
         z, log_det, kept = series_forward(x, k, b, terms)
         ctx.save_for_backward(x, k, kept)
@@ -131,7 +131,7 @@ class _FusedSeries(torch.autograd.Function):
     @backward_in_full_precision
     def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         refuse_second_derivative()
-        from selfnorm.kernels.convseries import series_backward
+        from selfnorm.kernels.conv.series import series_backward
 
         x, k, kept = ctx.saved_tensors
         return *series_backward(x, k, kept, grad_z, grad_log_det, ctx.terms), None
@@ -142,7 +142,7 @@ class _HeldKernel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, w: Tensor, torus: tuple[int, int]) -> Tensor:
-        from selfnorm.kernels.symbolnorm import held_forward
+        from selfnorm.kernels.conv.symbolnorm import held_forward
 
         k, sigma, slope = held_forward(w, torus, SQUARINGS, LARGEST_NORM)
         ctx.save_for_backward(w, sigma, slope)
@@ -152,7 +152,7 @@ class _HeldKernel(torch.autograd.Function):
     @backward_in_full_precision
     def backward(ctx: Any, grad_k: Tensor) -> tuple[Tensor, None]:
         refuse_second_derivative()
-        from selfnorm.kernels.symbolnorm import held_backward
+        from selfnorm.kernels.conv.symbolnorm import held_backward
 
         w, sigma, slope = ctx.saved_tensors
         return held_backward(w, sigma, slope, grad_k, LARGEST_NORM), None

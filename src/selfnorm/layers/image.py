@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from selfnorm.bijection import Bijection, Chain, Surrogate, joined_names, located
-from selfnorm.checks import count, describe, event_shape, expect_shape
-from selfnorm.streams import join
+from selfnorm.runtime.checks import count, describe, event_shape, expect_shape
+from selfnorm.runtime.streams import join
 
 
 class Squeeze(Bijection):

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfnorm.checks import describe
-from selfnorm.inverses import default_tolerance, refine, widen
 from selfnorm.layers.linear import LinearMap, drop_kept_inverse, in_full_precision
+from selfnorm.linalg.inverses import default_tolerance, refine, widen
+from selfnorm.runtime.checks import describe
 
 
 class KeptInverse(LinearMap):

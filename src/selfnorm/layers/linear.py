@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection
-from selfnorm.blocks import BlockForm, Circular, Dense, PerPixel, ZeroPadded
-from selfnorm.checks import count, describe, expect_like, expect_shape, pair
-from selfnorm.convmatrix import Geometry, PaddingMode, convolve, dirac
-from selfnorm.inverses import AmortisedLogDet, ExactFactors, FactoredSolve, widen
 from selfnorm.kernels.dispatch import usable
-from selfnorm.streams import beside
+from selfnorm.linalg.blocks import BlockForm, Circular, Dense, PerPixel, ZeroPadded
+from selfnorm.linalg.convmatrix import Geometry, PaddingMode, convolve, dirac
+from selfnorm.linalg.inverses import AmortisedLogDet, ExactFactors, FactoredSolve, widen
+from selfnorm.runtime.checks import count, describe, expect_like, expect_shape, pair
+from selfnorm.runtime.streams import beside
 
 SMALL_BLOCK = 64  # rows of a matrix that a kernel can factorise
 PLAIN = Geometry()
@@ -149,7 +149,7 @@ class _SmallLogDet(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, blocks: Tensor) -> Tensor:
-        from selfnorm.kernels.smalldet import small_slogdet
+        from selfnorm.kernels.dense.smalldet import small_slogdet
 
         log_det, inverse_transposed = small_slogdet(blocks)
         ctx.save_for_backward(inverse_transposed)
@@ -271,7 +271,7 @@ class FusedConv(torch.autograd.Function):
         """Whether kernels can and should do it: small images, and the plain kind of convolution."""
         if not (geometry == PLAIN or (geometry.groups == 1 and w.shape[2:] == (1, 1))) or not usable(x, w, b):
             return False
-        from selfnorm.kernels.plainconv import fits
+        from selfnorm.kernels.conv.plain import fits
 
         return fits(x, w)
 
@@ -279,12 +279,12 @@ class FusedConv(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, volume: Volume | None = None, taps: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        from selfnorm.kernels.plainconv import plain_forward
+        from selfnorm.kernels.conv.plain import plain_forward
 
         log_det: Tensor | None
         inverse_transposed: Tensor | None = None
         if volume == "mixing":
-            from selfnorm.kernels.smalldet import repeated_slogdet
+            from selfnorm.kernels.dense.smalldet import repeated_slogdet
 
             with beside(w):  # nobody needs it before the end
                 log_det, inverse_transposed = repeated_slogdet(w.flatten(1), x.shape[2] * x.shape[3], x.shape[0])
@@ -301,7 +301,7 @@ class FusedConv(torch.autograd.Function):
         ctx: Any, grad_z: Tensor, grad_log_det: Tensor | None
     ) -> tuple[Tensor | None, Tensor, Tensor | None, None, None]:
         refuse_second_derivative()
-        from selfnorm.kernels.plainconv import plain_backward
+        from selfnorm.kernels.conv.plain import plain_backward
 
         x, w, taps, inverse_transposed = ctx.saved_tensors
         grad_x, grad_w, grad_b = plain_backward(
@@ -314,7 +314,7 @@ def convolve_quickly(x: Tensor, kernel: Tensor, geometry: Geometry) -> Tensor:
     """`convolve`; by a kernel where one fits and nobody asks for a gradient."""
     if torch.is_grad_enabled() or not FusedConv.takes(x, kernel, None, geometry):
         return convolve(x, kernel, geometry)
-    from selfnorm.kernels.plainconv import plain_forward
+    from selfnorm.kernels.conv.plain import plain_forward
 
     return plain_forward(x, kernel, None)[0]
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection
-from selfnorm.blocks import Dense
-from selfnorm.checks import count, describe, expect_like, expect_shape
-from selfnorm.inverses import ExactFactors, widen
 from selfnorm.layers.linear import drop_kept_inverse, in_full_precision
+from selfnorm.linalg.blocks import Dense
+from selfnorm.linalg.inverses import ExactFactors, widen
+from selfnorm.runtime.checks import count, describe, expect_like, expect_shape
 
 
 class LULinear(Bijection):

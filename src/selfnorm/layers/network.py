@@ -11,7 +11,7 @@ from torch import Tensor
 
 from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.linear import backward_in_full_precision, refuse_second_derivative
-from selfnorm.precision import convolutions_in_tf32, networks_in_bf16, products_in_tf32, summed_in_float32
+from selfnorm.runtime.precision import convolutions_in_tf32, networks_in_bf16, products_in_tf32, summed_in_float32
 
 # Beyond these the kernels' tiles, which hold all taps of all channels, would not fit into registers.
 WIDEST_GUIDE, WIDEST_CHANGE = 128, 64
@@ -91,8 +91,8 @@ class MatrixAffine(torch.autograd.Function):
     @backward_in_full_precision
     def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        from selfnorm.kernels.coupling import gather, head_backward, scatter
-        from selfnorm.kernels.packing import unpack
+        from selfnorm.kernels.coupling.head import gather, head_backward, scatter
+        from selfnorm.kernels.coupling.packing import unpack
 
         x, columns, h1, h2, h, w1, w2, w3, log_scale = ctx.saved_tensors
         n, channels, height, width = x.shape
@@ -127,8 +127,8 @@ def _by_products(
     x: Tensor, guide: Tensor | None, low: bool, parameters: Sequence[Tensor], *, back: bool = False
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """The affine map, or its inverse; its log_det; and what a backward pass needs."""
-    from selfnorm.kernels.coupling import gather, head
-    from selfnorm.kernels.packing import pack
+    from selfnorm.kernels.coupling.head import gather, head
+    from selfnorm.kernels.coupling.packing import pack
 
     weights = Weights(*(parameter.contiguous() for parameter in parameters))
     stay = weights.first.shape[1] if guide is None else 0
@@ -142,7 +142,7 @@ def _by_products(
 
 def _through_last(columns: Tensor, w3: Tensor, h2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """G₂ = (B·W₃) ⊙ [H₂ > 0], and in parts its column sums and BᵀH₂: in one pass if B's columns are few enough."""
-    from selfnorm.kernels.masked import last_backward, masked_product, on_tensor_cores
+    from selfnorm.kernels.coupling.masked import last_backward, masked_product, on_tensor_cores
 
     if on_tensor_cores(columns.dtype) and columns.shape[1] <= (64 if columns.dtype == torch.float32 else 128):
         return last_backward(columns, w3, h2)
@@ -152,7 +152,7 @@ def _through_last(columns: Tensor, w3: Tensor, h2: Tensor) -> tuple[Tensor, Tens
 
 def _through_first(g2: Tensor, w2: Tensor, h1: Tensor, columns: Tensor, w1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of G₁ = (G₂·W₂) ⊙ [H₁ > 0], in parts: column sums, G₁ᵀA and G₁·W₁; G₁ is not written if A's columns are few enough."""
-    from selfnorm.kernels.masked import first_backward, masked_product, on_tensor_cores
+    from selfnorm.kernels.coupling.masked import first_backward, masked_product, on_tensor_cores
 
     if on_tensor_cores(g2.dtype) and columns.shape[1] <= 64:
         return first_backward(g2, w2, h1, columns, w1)

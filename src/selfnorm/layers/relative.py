@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selfnorm.bijection import Surrogate
-from selfnorm.factored import Collector, SingleRecord, collector_for
+from selfnorm.kernels.dense.factored import Collector, SingleRecord, collector_for
 from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.linear import (
     DenseMap,
@@ -28,7 +28,7 @@ from selfnorm.layers.linear import (
     in_full_precision,
     refuse_second_derivative,
 )
-from selfnorm.streams import beside
+from selfnorm.runtime.streams import beside
 
 
 class RelativeLinear(DenseMap):
@@ -88,8 +88,8 @@ class _FusedRelativeLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, W: Tensor, b: Tensor | None, collector: Collector | None) -> tuple[Tensor, Tensor]:
-        from selfnorm.kernels.products import affine
-        from selfnorm.kernels.relative import weights
+        from selfnorm.kernels.dense.products import affine
+        from selfnorm.kernels.dense.relative import weights
 
         log_det, u = x.new_empty(2, x.shape[0])  # in one piece: u must live until the branch has written it, as log_det does
         _, z = affine(x, W, b, zeros=log_det)
@@ -106,8 +106,8 @@ class _FusedRelativeLinear(torch.autograd.Function):
     @backward_in_full_precision
     def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         refuse_second_derivative()
-        from selfnorm.kernels.products import times
-        from selfnorm.kernels.relative import bias_gradient
+        from selfnorm.kernels.dense.products import times
+        from selfnorm.kernels.dense.relative import bias_gradient
 
         z, W, b, u = ctx.saved_tensors
         zW, grad_x = times(z, W, grad_z, W) if ctx.needs_input_grad[0] else times(z, W)

@@ -20,20 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.bijection import Surrogate
-from selfnorm.blocks import Dense, PerPixel
-from selfnorm.checks import describe
-from selfnorm.convmatrix import (
-    Geometry,
-    PaddingMode,
-    convolve,
-    flip,
-    kernel_gradient,
-    least_squares_inverse,
-    resize_kernel,
-    tap_counts,
-)
-from selfnorm.factored import Collector, PairRecord, collector_for
-from selfnorm.inverses import invert, transposed
+from selfnorm.kernels.dense.factored import Collector, PairRecord, collector_for
 from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.kept import KeptInverse
 from selfnorm.layers.linear import (
@@ -45,7 +32,20 @@ from selfnorm.layers.linear import (
     odd_kernel,
     refuse_second_derivative,
 )
-from selfnorm.streams import beside
+from selfnorm.linalg.blocks import Dense, PerPixel
+from selfnorm.linalg.convmatrix import (
+    Geometry,
+    PaddingMode,
+    convolve,
+    flip,
+    kernel_gradient,
+    least_squares_inverse,
+    resize_kernel,
+    tap_counts,
+)
+from selfnorm.linalg.inverses import invert, transposed
+from selfnorm.runtime.checks import describe
+from selfnorm.runtime.streams import beside
 
 # A CPU multiplies across the grain of memory with all its threads, where a transposed copy, which works in tiles, takes one. But
 # in a matrix that is wider, or whose rows lie a multiple of many cache lines apart, caches fail it.
@@ -162,7 +162,7 @@ class SelfNormConv2d(_LearnedInverse, ConvMap):
         plain = self.symmetric or self.geometry != Geometry()
         if plain or x.dim() != 4 or not usable(x, self.weight, self.weight_inv, self.bias):
             return super().surrogate(x, context=context)
-        from selfnorm.kernels.conv import fits
+        from selfnorm.kernels.conv.selfnorm import fits
 
         if not fits(x, self.weight, self.weight_inv):
             return super().surrogate(x, context=context)
@@ -225,7 +225,7 @@ class _FusedSelfNormLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, W: Tensor, R: Tensor, b: Tensor | None, collector: Collector | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        from selfnorm.kernels.products import affine, reconstruct
+        from selfnorm.kernels.dense.products import affine, reconstruct
 
         log_det = x.new_empty(x.shape[0])
         z, out = affine(x, W, b, zeros=log_det)
@@ -241,7 +241,7 @@ class _FusedSelfNormLinear(torch.autograd.Function):
         ctx: Any, grad_z: Tensor, grad_log_det: Tensor, grad_reconstruction: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, None]:
         refuse_second_derivative()
-        from selfnorm.kernels.products import pull_back
+        from selfnorm.kernels.dense.products import pull_back
 
         x, z, error, W, R = ctx.saved_tensors
         grad_x, towards_w, towards_r, grad_b = pull_back(grad_z, W, R, error, grad_reconstruction, ctx.has_bias)
@@ -294,7 +294,7 @@ class _FusedSelfNormConv2d(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, r: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        from selfnorm.kernels.conv import selfnorm_conv_forward
+        from selfnorm.kernels.conv.selfnorm import selfnorm_conv_forward
 
         out, z, error, log_det, squares = selfnorm_conv_forward(x, w, r, b)
         ctx.save_for_backward(x, z, error, w, r)
@@ -307,7 +307,7 @@ class _FusedSelfNormConv2d(torch.autograd.Function):
         ctx: Any, grad_z: Tensor, grad_log_det: Tensor, grad_reconstruction: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         refuse_second_derivative()
-        from selfnorm.kernels.conv import selfnorm_conv_backward
+        from selfnorm.kernels.conv.selfnorm import selfnorm_conv_backward
 
         x, z, error, w, r = ctx.saved_tensors
         grad_x, grad_w, grad_r, grad_b = selfnorm_conv_backward(x, z, error, w, r, grad_z, grad_log_det, grad_reconstruction)

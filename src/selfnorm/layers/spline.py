@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection, Surrogate
-from selfnorm.checks import count, event_shape, expect_shape
 from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.elementwise import sum_event
 from selfnorm.layers.linear import refuse_second_derivative
+from selfnorm.runtime.checks import count, event_shape, expect_shape
 
 # The smallest share of the interval that a bin may take in x or in z, and the smallest slope at a knot.
 SMALLEST = 1e-3
@@ -95,7 +95,7 @@ class SplineActivation(Bijection):
         expect_shape(self, z, *self.shape)
         if torch.is_grad_enabled() or not self._fusable(z):
             return super().approx_inverse(z, context=context)
-        from selfnorm.kernels.spline import spline_inverse
+        from selfnorm.kernels.elementwise.spline import spline_inverse
 
         return spline_inverse(*_flat(z, self.widths, self.heights, self.slopes), self.bound, SMALLEST).view(z.shape)
 
@@ -140,7 +140,7 @@ class _FusedSpline(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, widths: Tensor, heights: Tensor, slopes: Tensor, bound: float) -> tuple[Tensor, Tensor]:
-        from selfnorm.kernels.spline import spline
+        from selfnorm.kernels.elementwise.spline import spline
 
         ctx.save_for_backward(x, widths, heights, slopes)
         ctx.bound = bound
@@ -150,7 +150,7 @@ class _FusedSpline(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
         refuse_second_derivative()
-        from selfnorm.kernels.spline import spline_backward
+        from selfnorm.kernels.elementwise.spline import spline_backward
 
         x, widths, heights, slopes = ctx.saved_tensors
         flat = _flat(x, widths, heights, slopes)

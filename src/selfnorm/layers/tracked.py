@@ -20,11 +20,7 @@ import torch
 from torch import Tensor
 
 from selfnorm.bijection import Surrogate
-from selfnorm.blocks import Dense
-from selfnorm.checks import count, describe, expect_shape, pair
-from selfnorm.convmatrix import convolve, flip, tap_sums
-from selfnorm.factored import Collector, SingleRecord, collector_for
-from selfnorm.inverses import invert, sketch_and_project, transposed, widen
+from selfnorm.kernels.dense.factored import Collector, SingleRecord, collector_for
 from selfnorm.kernels.dispatch import allows_tf32, usable
 from selfnorm.layers.kept import KeptInverse
 from selfnorm.layers.linear import (
@@ -37,8 +33,12 @@ from selfnorm.layers.linear import (
     in_full_precision,
     refuse_second_derivative,
 )
-from selfnorm.precision import full_float32
-from selfnorm.streams import beside, join
+from selfnorm.linalg.blocks import Dense
+from selfnorm.linalg.convmatrix import convolve, flip, tap_sums
+from selfnorm.linalg.inverses import invert, sketch_and_project, transposed, widen
+from selfnorm.runtime.checks import count, describe, expect_shape, pair
+from selfnorm.runtime.precision import full_float32
+from selfnorm.runtime.streams import beside, join
 
 Tracker = Literal["newton-schulz", "sketch"]
 LARGEST = 4096  # rows of a T(w) whose inverse is kept dense: 64 MiB in float32
@@ -121,7 +121,7 @@ class _Tracked(KeptInverse):
         R = self.weight_inv
         if self.tracker == "newton-schulz":
             if usable(self.weight, R, self.residual) and R.is_contiguous() and R.numel() < 2**30:
-                from selfnorm.kernels.tracking import follow
+                from selfnorm.kernels.dense.tracking import follow
 
                 follow(R, *self.error(), self.residual, self.largest_residual)
                 return
@@ -145,7 +145,7 @@ class _Tracked(KeptInverse):
 
     def error(self) -> tuple[Tensor, Tensor]:
         """I − RW and partial sums of its squares, by kernels."""
-        from selfnorm.kernels.tracking import error_of
+        from selfnorm.kernels.dense.tracking import error_of
 
         with full_float32():
             product = self.multiply_rows(self.weight_inv)
@@ -214,7 +214,7 @@ class TrackedLinear(_Tracked, DenseMap):
         return rows @ self.weight
 
     def error(self) -> tuple[Tensor, Tensor]:
-        from selfnorm.kernels.tracking import error_of_matrix
+        from selfnorm.kernels.dense.tracking import error_of_matrix
 
         if not allows_tf32():  # then cuBLAS is as fast as the units allow
             return super().error()
@@ -294,8 +294,8 @@ class TrackedConv2d(_Tracked, ConvMap):
         return convolve(images, flip(self.weight), self.geometry).flatten(1)
 
     def error(self) -> tuple[Tensor, Tensor]:
-        from selfnorm.kernels.conv import fits
-        from selfnorm.kernels.tracking import error_of_convolution
+        from selfnorm.kernels.conv.selfnorm import fits
+        from selfnorm.kernels.dense.tracking import error_of_convolution
 
         images = self.weight_inv.view(-1, self.channels, *self.size) if self.kernel_size != (1, 1) else None
         if images is None or not fits(images, self.weight):
@@ -344,7 +344,7 @@ class _FusedTrackedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, W: Tensor, b: Tensor | None, R: Tensor, collector: Collector | None
     ) -> tuple[Tensor, Tensor]:
-        from selfnorm.kernels.products import affine
+        from selfnorm.kernels.dense.products import affine
 
         log_det = x.new_empty(x.shape[0])
         _, z = affine(x, W, b, zeros=log_det)
@@ -358,8 +358,8 @@ class _FusedTrackedLinear(torch.autograd.Function):
         ctx: Any, grad_z: Tensor, grad_log_det: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         refuse_second_derivative()
-        from selfnorm.kernels.products import times
-        from selfnorm.kernels.relative import bias_gradient
+        from selfnorm.kernels.dense.products import times
+        from selfnorm.kernels.dense.relative import bias_gradient
 
         x, W, R = ctx.saved_tensors
         grad_x = times(grad_z, W)[0] if ctx.needs_input_grad[0] else None
@@ -379,8 +379,8 @@ class _FusedTrackedConv2d(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, R: Tensor) -> tuple[Tensor, Tensor]:
-        from selfnorm.kernels.plainconv import plain_forward
-        from selfnorm.kernels.tracking import tap_means
+        from selfnorm.kernels.conv.plain import plain_forward
+        from selfnorm.kernels.dense.tracking import tap_means
 
         # In one piece, so that what lives as long as log_det is all there when the branch writes to it.
         log_det, of_log_det = x.new_empty(x.shape[0] + w.numel()).tensor_split([x.shape[0]])
@@ -394,7 +394,7 @@ class _FusedTrackedConv2d(torch.autograd.Function):
     @backward_in_full_precision
     def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None]:
         refuse_second_derivative()
-        from selfnorm.kernels.plainconv import plain_backward
+        from selfnorm.kernels.conv.plain import plain_backward
 
         x, w, of_log_det = ctx.saved_tensors
         grad_x, grad_w, grad_b = plain_backward(

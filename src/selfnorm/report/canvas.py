@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from selfnorm.files import replacing
+from selfnorm.runtime.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

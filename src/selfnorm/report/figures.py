@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selfnorm.checks import count, expect_finite
 from selfnorm.report.canvas import new_figure, png, rendered, smaller, write
+from selfnorm.runtime.checks import count, expect_finite
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

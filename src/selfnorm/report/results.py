@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from selfnorm.files import write_text
+from selfnorm.runtime.files import write_text
 
 HEADER = """# Results
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.data.batches import TrainingBatches, seed_of
-from selfnorm.factored import factored_gradients
-from selfnorm.graphs import capturing
+from selfnorm.kernels.dense.factored import factored_gradients
 from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
 from selfnorm.objective import Fixed, Loss, Metrics
-from selfnorm.streams import Branches, beside, branching
+from selfnorm.runtime.graphs import capturing
+from selfnorm.runtime.streams import Branches, beside, branching
 from selfnorm.train.step import BETAS, EPS, adam_state, adam_tensors, unmarked
 
 # The first steps run as they are: they compile kernels and make libraries allocate what cannot be allocated in a capture.
@@ -189,7 +189,7 @@ class CapturedStep:
         """Whether `_begin_update` can do what `_look` does, at no launch of its own."""
         if not usable(self.failed, *gradients):
             return False
-        from selfnorm.kernels.guard import few_and_small
+        from selfnorm.kernels.dense.guard import few_and_small
 
         return few_and_small(gradients)
 
@@ -199,7 +199,7 @@ class CapturedStep:
             return
         self._trackers.join()
         if usable(self.lost):
-            from selfnorm.kernels.guard import note_lost
+            from selfnorm.kernels.dense.guard import note_lost
 
             note_lost(self.lost, self._residuals, self._limits)
         else:
@@ -211,7 +211,7 @@ class CapturedStep:
         loss, gradients:  if nobody has looked at them.
         """
         if usable(self.failed):
-            from selfnorm.kernels.guard import begin_update
+            from selfnorm.kernels.dense.guard import begin_update
 
             flags = (self.failed, self._late_failure, self.lost, self._frozen, self._step)
             begin_update(*flags, advance=advance, loss=loss, gradients=gradients)

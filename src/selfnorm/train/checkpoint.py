@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from selfnorm.bijection import located
-from selfnorm.checks import count, event_shape
-from selfnorm.files import replacing
 from selfnorm.flow import Flow
-from selfnorm.recipe import Recipe, from_mapping
-from selfnorm.recipes import build_flow
+from selfnorm.runtime.checks import count, event_shape
+from selfnorm.runtime.files import replacing
 from selfnorm.train.folder import RunFolder
+from selfnorm.train.recipe import Recipe, from_mapping
+from selfnorm.train.recipes import build_flow
 
 FORMAT = "selfnorm-checkpoint-1"
 

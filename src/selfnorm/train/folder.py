@@ -8,8 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from selfnorm.files import json_text, partial, write_text
-from selfnorm.recipe import Recipe, from_toml, to_toml
+from selfnorm.runtime.files import json_text, partial, write_text
+from selfnorm.train.recipe import Recipe, from_toml, to_toml
 
 try:
     import fcntl

@@ -14,19 +14,19 @@ import torch
 from selfnorm.bijection import located
 from selfnorm.data.batches import Examples, TrainingBatches
 from selfnorm.data.dataset import Dataset, fingerprint
-from selfnorm.evaluate import Likelihood, likelihood
+from selfnorm.evaluate.likelihood import Likelihood, likelihood
 from selfnorm.flow import Flow
 from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
-from selfnorm.neumann import InfiniteVarianceError
+from selfnorm.linalg.neumann import InfiniteVarianceError
 from selfnorm.objective import Loss
-from selfnorm.precision import precision
-from selfnorm.recipe import Recipe
-from selfnorm.recipes import build_flow, build_loss
+from selfnorm.runtime.precision import precision
 from selfnorm.train.captured import CapturedStep, can_be_captured
 from selfnorm.train.checkpoint import Checkpoint, cloned, optimizer_tensors, read, restore_optimizer, save
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.profile import Piece, profile
 from selfnorm.train.progress import Progress
+from selfnorm.train.recipe import Recipe
+from selfnorm.train.recipes import build_flow, build_loss
 from selfnorm.train.step import EagerStep, Step, adam, diagnosis, learning_rate_at, steps_taken
 from selfnorm.train.stopping import DivergedError, StoppedError, StopRequests
 

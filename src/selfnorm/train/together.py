@@ -7,7 +7,7 @@ from contextlib import nullcontext, suppress
 
 import torch
 
-from selfnorm.precision import precision
+from selfnorm.runtime.precision import precision
 from selfnorm.train.loop import Trainer, threads
 from selfnorm.train.stopping import DivergedError, StoppedError, StopRequests
 

@@ -1,0 +1,190 @@
+"""How much memory a training step takes, against what it cannot do without.
+
+    selfnorm bench steps --memory
+
+The peak is that of building the model and taking steps, data set and libraries' workspaces aside. On CUDA it is what torch had
+allocated at most. On a CPU the process's own peak tells, so each model gets a process of its own, in which a small model has
+trained first, so that what torch loads by then is not counted:
+
+    python -m selfnorm.bench.step_memory NAME PRECISION
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from selfnorm.bench.conditions import Conditions
+from selfnorm.bench.floor import parameter_bytes, saved_bytes
+from selfnorm.bench.models import MODELS, Model
+from selfnorm.bench.table import BenchTable, Cell, Note, Told, machine_of, measuring, significant, source_of
+from selfnorm.bench.timing import reason_for
+from selfnorm.bench.training import examples_of, training_step
+from selfnorm.runtime.memory import PeakMemory
+from selfnorm.runtime.precision import Precision, networks_in_bf16, precision, products_in_tf32
+from selfnorm.train.loop import threads
+
+MIB = 2**20
+LEAST = 4 * MIB  # that a step needs: of less, its peak says little
+CALLS = 3  # of a step's work; the second or third captures its longest graph
+COLUMNS = (
+    "model",
+    "weights, MiB",
+    "gradients",
+    "Adam's moments",
+    "activations",
+    "sum",
+    "peak",
+    "peak / sum",
+)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a training step. peak: None where it cannot be known."""
+
+    weights: int
+    activations: int
+    peak: int | None
+
+    @property
+    def needed(self) -> int:
+        """Weights, gradients as large, Adam's two moments, and what is kept for the backward pass."""
+        return 4 * self.weights + self.activations
+
+    @property
+    def ratio(self) -> float | None:
+        """Of the peak to what is needed; None where that is too little for the peak to tell."""
+        return None if self.peak is None or self.needed < LEAST else self.peak / self.needed
+
+
+def memory_of(model: Model, device: torch.device) -> Memory:
+    """Of a model's training step. Builds the model anew, and frees it again."""
+    if device.type == "cuda":
+        return _on_cuda(model, device)
+    if device.type != "cpu":
+        return Memory(*_needs(model, device), None)
+    command = [sys.executable, "-m", "selfnorm.bench.step_memory", model.name, _precision()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
+    return Memory(**json.loads(done.stdout))
+
+
+def memory_table(
+    models: Sequence[Model], device: torch.device, *, command: str | None = None, told: Told = str, now: Told = str
+) -> BenchTable:
+    """A row for each model, bare ones aside: they hold what their flow holds. An interruption ends the measuring: the table then
+    holds what was done by then."""
+    rows: list[list[Cell]] = []
+    details, failures, before = [], [], Conditions.now(device)
+    whole = [model for model in models if not model.bare]
+    used = {model.recipe.threads or torch.get_num_threads() for model in whole}
+    with measuring(device) as stop:
+        for model in whole:
+            now(f"{model.name}: its peak memory")
+            try:
+                found = memory_of(model, device)
+            except Exception as error:
+                failures.append(f"{model.name}: {reason_for(error)}")
+                rows.append([f"{model.name} (failed)", *[None] * (len(COLUMNS) - 1)])
+                told(failures[-1])
+                continue
+            parts = (found.weights, found.weights, 2 * found.weights, found.activations, found.needed, found.peak)
+            cells = (None if part is None else significant(part / MIB, 4) for part in parts)
+            rows.append([model.name, *cells, significant(found.ratio)])
+            held = {f"{name}_bytes": value for name, value in asdict(found).items()}
+            details.append({"model": model.name, **held, "ratio": found.ratio})
+            peak = "no peak known" if found.peak is None else f"{found.peak / MIB:.4g} MiB"
+            told(f"{model.name}: {peak}" + ("" if found.ratio is None else f", {found.ratio:.2f} times what it needs"))
+    return BenchTable(
+        title=f"Memory of a training step, on {machine_of(device, used)}",
+        notes=[
+            Note(
+                "In MiB. Sum: weights, gradients, Adam's two moments, and activations, which are all tensors that a step keeps "
+                "from its forward for its backward pass."
+            ),
+            Note(
+                "Peak: the most that was held while the model was built and took steps, data set aside, "
+                + (
+                    "as torch's allocator counts it, without the workspaces of cuBLAS."
+                    if device.type == "cuda"
+                    else "above what the process held after training a small model."
+                ),
+                ("peak",),
+            ),
+            Note(f"No ratio where the sum is below {LEAST // MIB} MiB."),
+        ],
+        columns=COLUMNS,
+        rows=rows,
+        source=source_of(device, command, before, used),
+        details=details,
+        failures=failures,
+        stopped=stop.after(len(rows), len(whole), "models"),
+    )
+
+
+def _needs(model: Model, device: torch.device) -> tuple[int, int]:
+    """Weights and activations."""
+    step = training_step(model, device)
+    return parameter_bytes(step.loss), saved_bytes(step.eager, step.loss)
+
+
+def _on_cuda(model: Model, device: torch.device) -> Memory:
+    needs = _needs(model, device)
+    _release()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step = training_step(model, device)
+    for _ in range(CALLS):
+        step.work.run()
+    torch.cuda.synchronize(device)
+    peak, data = torch.cuda.max_memory_allocated(device), step.data_bytes
+    # Workspaces are torch's to allocate, too: count them by letting them go, now that no graph that uses them runs again.
+    held = torch.cuda.memory_allocated(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    workspaces = held - torch.cuda.memory_allocated(device)
+    del step
+    _release()
+    return Memory(*needs, peak - before - data - workspaces)
+
+
+def _release() -> None:
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
+def _precision() -> Precision:
+    """The one in use."""
+    if networks_in_bf16():
+        return "bf16"
+    return "tf32" if products_in_tf32() else "float32"
+
+
+def _in_this_process(model: Model) -> Memory:
+    device = torch.device("cpu")
+    small = training_step(MODELS["digits-fc-snf"], device)
+    for _ in range(CALLS):
+        small.work.run()
+    del small
+    examples_of(model)  # beforehand, so that it is not counted
+    peak = PeakMemory(device)
+    step = training_step(model, device)
+    for _ in range(CALLS):
+        step.work.run()
+    found = peak.mebibytes()
+    needs = parameter_bytes(step.loss), saved_bytes(step.eager, step.loss)
+    return Memory(*needs, None if found is None else round(found * MIB))
+
+
+if __name__ == "__main__":
+    asked = MODELS[sys.argv[1]]
+    with precision(sys.argv[2]), threads(asked.recipe.threads):  # type: ignore[arg-type]
+        print(json.dumps(asdict(_in_this_process(asked))))

@@ -1,0 +1,260 @@
+"""What several runs came to, side by side: one table, as a file for results/, as CSV, and a picture of their course."""
+
+from __future__ import annotations
+
+import csv
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from selfnorm.report import figures
+from selfnorm.report.provenance import provenance
+from selfnorm.runtime.files import json_text, replacing, write_text
+from selfnorm.train.folder import RunFolder
+from selfnorm.train.recipe import Recipe
+from selfnorm.train.run import Result
+
+COLUMNS = (
+    "recipe",
+    "exact test NLL (nats)",
+    "±",
+    "bits/dim",
+    "ms a step",
+    "seconds in all",
+    "peak MiB",
+    "parameters",
+    "inverse error",
+    "ms a sample",
+)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run that is to be compared with others."""
+
+    recipe: Recipe
+    path: Path
+    settings: tuple[str, ...]  # the recipe's differences from that of its name in the table, its seed aside
+    name: str  # the recipe's, and the seed if there are several
+    place: str  # which of how many
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A run with what was measured of it, or with why it has no result.
+
+    inverse_error:   the median over prior samples z of ‖f(g(z)) − z‖/‖z‖, g the flow's fastest inverse: the learned one, where
+                     it has one.
+    sample_seconds:  of one sample by that inverse, one at a time; None where the flow refused to draw.
+    """
+
+    planned: Planned
+    result: Result | None = None
+    inverse_error: float | None = None
+    sample_seconds: float | None = None
+    failure: str = ""
+    diverged: bool = False
+
+    def row(self) -> dict[str, Any]:
+        """All figures of the run in full, by names that have their units."""
+        recipe, result = self.planned.recipe, self.result
+        outcome = "finished" if result else "diverged" if self.diverged else "failed"
+        return {
+            "recipe": recipe.name,
+            "seed": recipe.seed,
+            "outcome": outcome,
+            "test_nll_nats": result and result.test.nll,
+            "standard_error_nats": result and result.test.standard_error,
+            "bits_per_dim": result and result.test.bits_per_dim,
+            "validation_nll_nats": result and result.validation_nll,
+            "best_epoch": result and result.best_epoch,
+            "epochs": result and result.epochs,
+            "rollbacks": result and result.rollbacks,
+            "step_ms": result and _milli(result.step_seconds),
+            "total_seconds": result and result.seconds,
+            "peak_memory_mib": result and result.peak_memory,
+            "parameters": result and result.parameters,
+            "inverse_error": self.inverse_error,
+            "sample_ms": _milli(self.sample_seconds),
+            "folder": str(self.planned.path),
+            "failure": self.failure,
+        }
+
+
+@dataclass(frozen=True)
+class Row:
+    """A recipe's line in the table. Over several seeds: the mean NLL, and the median of everything else."""
+
+    recipe: str
+    note: str  # if a run of it failed
+    nll: float | None
+    standard_error: float | None
+    bits_per_dim: float | None
+    step_ms: float | None
+    seconds: float | None
+    peak_memory: float | None
+    parameters: float | None
+    inverse_error: float | None
+    sample_ms: float | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What several recipes came to."""
+
+    runs: tuple[Compared, ...]
+    command: str
+    device: torch.device
+
+    @property
+    def title(self) -> str:
+        data = self.runs[0].planned.recipe.data
+        names = len({run.planned.recipe.name for run in self.runs})
+        models = {run.planned.recipe.model for run in self.runs}
+        model = f"{models.pop()} " if len(models) == 1 else ""
+        epochs = {run.planned.recipe.epochs for run in self.runs}
+        length = f", {(most := epochs.pop())} epoch{'s' * (most > 1)}" if len(epochs) == 1 else ""
+        return f"{names} {model}recipe{'s' * (names > 1)} on {Path(data).name}{length}"
+
+    @property
+    def about(self) -> str:
+        """What the figures mean, as a caption."""
+        seeds = sorted({run.planned.recipe.seed for run in self.runs})
+        tests = [run.result.test for run in self.runs if run.result]
+        examples = f"{tests[0].examples} test examples" if tests else "the test examples"
+        if len(seeds) > 1:
+            spread = (
+                f"NLL: exact, the mean over seeds {seeds[0]} to {seeds[-1]} ± the standard error of that mean over seeds "
+                f"(std/√n); {examples}. The other columns are medians over seeds"
+            )
+        else:
+            spread = f"NLL: exact ± its standard error over {examples}; one seed, {seeds[0]}"
+        return (
+            f"{spread}. Lower is better. All runs saw the same batches and noise, one after another, each in a process of its "
+            "own. Inverse error: ‖f(g(z)) − z‖/‖z‖, the median over prior samples, by the flow's fastest inverse g; that also "
+            "draws the samples, one at a time. Peak memory: of the training, "
+            + ("on the device." if self.device.type == "cuda" else "above what the process held before it.")
+        )
+
+    def rows(self) -> list[Row]:
+        """One for each recipe, the best first, those without a result last."""
+        groups: dict[str, list[Compared]] = {}
+        for run in self.runs:
+            groups.setdefault(run.planned.recipe.name, []).append(run)
+        rows = [_row(name, runs) for name, runs in groups.items()]
+        return sorted(rows, key=lambda row: math.inf if row.nll is None else row.nll)
+
+    def failures(self) -> list[str]:
+        """Why runs have no result, a line for each."""
+        return [f"{run.planned.name}: {run.failure}" for run in self.runs if run.failure]
+
+    def report(self) -> dict[str, Any]:
+        """In the shape of a file in results/."""
+        return {
+            "title": self.title,
+            "about": " ".join([self.about, *self.failures()]),
+            "columns": list(COLUMNS),
+            "rows": [
+                [
+                    f"{row.recipe} ({row.note})" if row.note else row.recipe,
+                    _rounded(row.nll, 3),
+                    _rounded(row.standard_error, 3),
+                    _rounded(row.bits_per_dim, 4),
+                    _significant(row.step_ms, 3),
+                    _rounded(row.seconds, 1),
+                    _significant(row.peak_memory, 3),
+                    None if row.parameters is None else int(row.parameters),
+                    _significant(row.inverse_error, 2),
+                    _significant(row.sample_ms, 3),
+                ]
+                for row in self.rows()
+            ],
+            "provenance": self._provenance(),
+        }
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write comparison.json, comparison.csv and, if anything was validated, comparison.png; where they are."""
+        folder.mkdir(parents=True, exist_ok=True)
+        written = [folder / "comparison.json", folder / "comparison.csv"]
+        write_text(written[0], json_text(self.report(), indent=1) + "\n")
+        rows = [run.row() for run in self.runs]
+        with replacing(written[1]) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
+            writer = csv.DictWriter(stream, rows[0].keys(), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        # Last, since what can go wrong with a picture must not cost the figures.
+        if courses := self._courses():
+            written.append(folder / "comparison.png")
+            figures.courses(written[2], self.title, courses)
+        return written
+
+    def _courses(self) -> dict[str, list[list[tuple[float, float]]]]:
+        """By recipe, in the table's order, each run's exact validation NLL against seconds of training."""
+        found: dict[str, list[list[tuple[float, float]]]] = {}
+        for row in self.rows():
+            for run in self.runs:
+                if run.planned.recipe.name == row.recipe:
+                    records = RunFolder(run.planned.path).read_log()
+                    course = [(record["seconds"], record["nll"]) for record in records if record["kind"] == "validation"]
+                    label = f"{row.recipe} ({row.note})" if row.note else row.recipe
+                    found.setdefault(label, []).extend([course] if course else [])
+        return {label: courses for label, courses in found.items() if courses}
+
+    def _provenance(self) -> dict[str, str | None]:
+        """Of the runs, which may have been trained on different days; the command is the comparison's."""
+        results = [run.result for run in self.runs if run.result]
+        source = provenance(self.device, self.command)
+        for key in source.keys() - {"command"}:
+            found = dict.fromkeys(value for result in results if (value := result.provenance.get(key)) is not None)
+            if results:
+                source[key] = ", ".join(found) or None
+        epochs = {result.epochs for result in results} or {run.planned.recipe.epochs for run in self.runs}
+        return {**source, "epochs": " to ".join(map(str, sorted({min(epochs), max(epochs)})))}
+
+
+def _row(name: str, runs: list[Compared]) -> Row:
+    found = [run.result for run in runs if run.result]
+    values = [result.test.nll for result in found]
+    if len(runs) > 1:
+        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    else:
+        error = found[0].test.standard_error if found else None
+    note = ""
+    if len(found) < len(runs):
+        failed = "diverged" if all(run.diverged for run in runs if run.failure) else "failed"
+        note = f"{len(runs) - len(found)} of {len(runs)} {failed}" if len(runs) > 1 else failed
+    return Row(
+        recipe=name,
+        note=note,
+        nll=statistics.fmean(values) if values else None,
+        standard_error=error,
+        bits_per_dim=statistics.fmean(result.test.bits_per_dim for result in found) if found else None,
+        step_ms=_milli(_median(result.step_seconds for result in found)),
+        seconds=_median(result.seconds for result in found),
+        peak_memory=_median(result.peak_memory for result in found),
+        parameters=_median(result.parameters for result in found),
+        inverse_error=_median(run.inverse_error for run in runs),
+        sample_ms=_milli(_median(run.sample_seconds for run in runs)),
+    )
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _milli(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, digits)
+
+
+def _significant(value: float | None, digits: int) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")

@@ -1,0 +1,115 @@
+"""Exact likelihoods of data: in nats and bits, with how they were estimated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from selfnorm.data.batches import Examples, generator_for
+from selfnorm.flow import Flow
+from selfnorm.runtime.precision import Precision
+from selfnorm.runtime.precision import precision as rounded_to
+
+REFERENCES = 10_000
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """Exact negative log-likelihood of a set of examples.
+
+    nll:             mean over examples and dequantisation samples, in nats.
+    standard_error:  of that mean over examples, each example's samples averaged first.
+    """
+
+    nll: float
+    standard_error: float
+    bits_per_dim: float
+    examples: int
+    samples: int
+
+    def __str__(self) -> str:
+        how = f"{self.examples} example{'s' * (self.examples > 1)}"
+        how += f" × {self.samples} dequantisation samples" if self.samples > 1 else ""
+        error = f" ± {self.standard_error:.2f}" if math.isfinite(self.standard_error) else ""
+        return f"{self.nll:.2f}{error} nats ({self.bits_per_dim:.3f} bits/dim; exact, {how})"
+
+
+def bits_per_dim(nats: float, dimensions: int) -> float:
+    """Nats of a whole example to bits for each of its dimensions: nats / (D·log 2)."""
+    return nats / (dimensions * math.log(2))
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Eval mode and no gradients; then the mode that was."""
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        module.train(training)
+
+
+def log_likelihoods(flow: Flow, batches: Iterable[Tensor]) -> Tensor:
+    """log p(x) of every example, exact, (N,) in float64 on the CPU."""
+    with evaluating(flow):
+        return torch.cat([flow.log_prob(x).double().cpu() for x in batches])
+
+
+def mean_log_likelihoods(
+    flow: Flow,
+    examples: Examples,
+    *,
+    batch_size: int = 500,
+    samples: int = 1,
+    seed: int = 0,
+    watch: Callable[[], None] = lambda: None,
+    precision: Precision = "float32",
+) -> Tensor:
+    """The exact log-likelihood of each example, averaged over so many draws of dequantisation noise; real numbers need none.
+
+    watch:      called before each batch, so that a long evaluation can be left.
+    precision:  of the products, whatever training took. What is not float32 moves a likelihood by its rounding.
+    """
+    draws = 1 if examples.levels is None else samples
+
+    def watched(draw: int) -> Iterator[Tensor]:
+        for x in examples.in_order(batch_size, seed, draw):
+            watch()
+            yield x
+
+    with rounded_to(precision):
+        return torch.stack([log_likelihoods(flow, watched(draw)) for draw in range(draws)]).mean(0)
+
+
+def likelihood(
+    flow: Flow,
+    examples: Examples,
+    *,
+    batch_size: int = 500,
+    samples: int = 1,
+    seed: int = 0,
+    watch: Callable[[], None] = lambda: None,
+    precision: Precision = "float32",
+) -> Likelihood:
+    """The exact NLL of a set of examples; see `mean_log_likelihoods`."""
+    scores = mean_log_likelihoods(
+        flow, examples, batch_size=batch_size, samples=samples, seed=seed, watch=watch, precision=precision
+    )
+    nll = -scores.mean().item()
+    error = scores.std().item() / math.sqrt(len(scores)) if len(scores) > 1 else math.inf
+    draws = 1 if examples.levels is None else samples
+    return Likelihood(nll, error, bits_per_dim(nll, math.prod(examples.shape)), len(scores), draws)
+
+
+def reference_scores(flow: Flow, train: Examples, batch_size: int, seed: int, watch: Callable[[], None] = lambda: None) -> Tensor:
+    """Sorted log-likelihoods of up to 10,000 training examples: what a new example's score is compared with."""
+    order = torch.randperm(len(train), generator=generator_for(torch.device("cpu"), seed, "reference"))[:REFERENCES]
+    some = Examples(train.stored[order.to(train.stored.device)], train.levels, train.device)
+    return mean_log_likelihoods(flow, some, batch_size=batch_size, seed=seed, watch=watch).sort().values

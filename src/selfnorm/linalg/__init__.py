@@ -1,0 +1,1 @@
+"""Linear algebra of dense and convolutional maps: matrices, blocks, factorisations, iterations."""

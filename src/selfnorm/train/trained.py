@@ -1,0 +1,196 @@
+"""What a finished run is good for: evaluating, sampling and scoring with its best weights."""
+
+from __future__ import annotations
+
+import csv
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from selfnorm.bijection import located
+from selfnorm.data import load_dataset, read_examples
+from selfnorm.data.batches import Examples, generator_for
+from selfnorm.data.dataset import fingerprint, is_image
+from selfnorm.evaluate.likelihood import Likelihood, evaluating, likelihood, mean_log_likelihoods, reference_scores
+from selfnorm.evaluate.sampler import Sampler
+from selfnorm.flow import Flow, Inverse
+from selfnorm.report import figures
+from selfnorm.runtime.files import replacing
+from selfnorm.runtime.precision import Precision
+from selfnorm.train.checkpoint import Checkpoint, checkpoint_in, read
+from selfnorm.train.folder import RunFolder
+from selfnorm.train.loop import threads
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run's best checkpoint (or one file of it), ready for use on a device."""
+
+    path: Path
+    checkpoint: Checkpoint
+    flow: Flow
+    device: torch.device
+
+    @classmethod
+    def open(cls, path: Path, device: torch.device | str = "cpu") -> Trained:
+        if not path.exists():
+            raise ValueError(f"{path}: expected a run folder or a checkpoint, got nothing there")
+        file = checkpoint_in(path)
+        checkpoint = read(file)
+        with located(str(file)):
+            flow = checkpoint.flow()
+        return cls(file, checkpoint, flow.to(device), torch.device(device))
+
+    def examples(self, part: str, data_dir: str | None = None) -> Examples:
+        """A part of the run's own data: train, validation or test."""
+        recipe = self.checkpoint.recipe
+        dataset = load_dataset(recipe.data, data_dir or recipe.data_dir, levels=recipe.levels)
+        self._check_shape(dataset.train, recipe.data)
+        if fingerprint(dataset) != self.checkpoint.data:
+            raise ValueError(f"{recipe.data}: expected the data that {self.path} was trained with, got other data there")
+        return Examples(getattr(dataset, part), dataset.levels, self.device)
+
+    def evaluate(
+        self, part: str = "test", samples: int | None = None, data_dir: str | None = None, precision: Precision = "float32"
+    ) -> Likelihood:
+        """The exact likelihood of a part of the run's data."""
+        recipe = self.checkpoint.recipe
+        with threads(recipe.threads):
+            return likelihood(
+                self.flow,
+                self.examples(part, data_dir),
+                batch_size=recipe.eval_batch_size,
+                samples=samples or recipe.test_samples,
+                seed=recipe.seed,
+                precision=precision,
+            )
+
+    def sample(self, n: int, inverse: Inverse, seed: int) -> Tensor:
+        """n samples in batches, on the CPU."""
+        generator = generator_for(self.device, seed, "sample")
+        size = self.checkpoint.recipe.eval_batch_size
+        with evaluating(self.flow), threads(self.checkpoint.recipe.threads):
+            sampler = Sampler(self.flow, size, inverse, generator)
+            batches = [sampler().cpu() for _ in range(n // size)]
+            return torch.cat([*batches, self.flow.sample(n % size, inverse, generator).cpu()])
+
+    def score(self, file: Path, samples: int = 1, seed: int = 0) -> Scores:
+        """The exact log-likelihood of each row of a file, beside the training data's."""
+        table, columns = read_examples(file)
+        table = self._unflattened(self._in_order(table, columns, file), file)
+        self._check_shape(table, str(file))
+        levels = self.checkpoint.levels
+        if levels is not None and int(table.max()) >= levels:
+            raise ValueError(f"{file}: expected grey levels below {levels}, as in training, got {int(table.max())}")
+        with threads(self.checkpoint.recipe.threads):
+            found = mean_log_likelihoods(
+                self.flow,
+                Examples(table, levels, self.device),
+                batch_size=self.checkpoint.recipe.eval_batch_size,
+                samples=samples,
+                seed=seed,
+            )
+            return Scores.of(found.numpy(), self._training_scores())
+
+    def _training_scores(self) -> NDArray[np.float64]:
+        """Of the run's training data, as the run left them for its best weights, else computed anew."""
+        recipe, folder = self.checkpoint.recipe, RunFolder(self.path.parent)
+        if self.path.name == folder.best.name and folder.scores.exists():
+            try:
+                stored: NDArray[np.float64] = np.load(folder.scores, allow_pickle=False)
+            except (ValueError, EOFError) as error:
+                raise ValueError(f"{folder.scores}: expected the training data's scores, got a damaged file ({error})") from None
+            return stored
+        fresh: NDArray[np.float64] = reference_scores(
+            self.flow, self.examples("train"), recipe.eval_batch_size, recipe.seed
+        ).numpy()
+        return fresh
+
+    def _in_order(self, table: Tensor, columns: tuple[str, ...], file: Path) -> Tensor:
+        known = self.checkpoint.columns
+        if not known or not columns or columns == known:
+            return table
+        missing = [name for name in known if name not in columns]
+        if missing:
+            raise ValueError(f"{file}: expected the columns of the training data, {', '.join(known)}, got {', '.join(columns)}")
+        return table[:, [columns.index(name) for name in known]]
+
+    def _unflattened(self, table: Tensor, file: Path) -> Tensor:
+        """A table as images, if it has a column for each of their pixels, as `write_samples` makes of them for .csv."""
+        shape, levels = self.checkpoint.shape, self.checkpoint.levels
+        if levels is None or table.dim() != 2 or len(shape) == 1 or table.shape[1] != math.prod(shape):
+            return table
+        if not torch.equal(table, table.clamp(0, levels - 1).round()):
+            raise ValueError(f"{file}: expected whole grey levels from 0 to {levels - 1}, got other numbers")
+        return table.to(torch.uint8).reshape(-1, *shape)
+
+    def _check_shape(self, table: Tensor, where: str) -> None:
+        expected, got = self.checkpoint.shape, tuple(table.shape[1:])
+        if expected != got:
+            what = (
+                f"{expected[0]} columns, as in training, got {got[0]}"
+                if len(expected) == len(got) == 1
+                else f"examples of shape {expected}, as in training, got {got}"
+            )
+            raise ValueError(f"{where}: expected {what}")
+        if (self.checkpoint.levels is not None) != (table.dtype == torch.uint8):
+            kind = "8-bit images" if self.checkpoint.levels else "real numbers"
+            raise ValueError(f"{where}: expected {kind}, as in training, got {table.dtype}")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rows by their exact log-likelihood.
+
+    rank:        1 for the least likely row of all.
+    percentile:  per cent of the training examples that are less likely than the row; near 0 for an outlier.
+    """
+
+    log_likelihood: NDArray[np.float64]
+    rank: NDArray[np.int64]
+    percentile: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, log_likelihood: NDArray[np.float64], training: NDArray[np.float64]) -> Scores:
+        rank = np.empty(len(log_likelihood), np.int64)
+        rank[np.argsort(log_likelihood, kind="stable")] = np.arange(1, len(log_likelihood) + 1)
+        percentile = 100 * np.searchsorted(training, log_likelihood) / len(training)
+        return cls(log_likelihood, rank, percentile)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One dict for each row of the file, in its order."""
+        columns = zip(self.log_likelihood.tolist(), self.rank.tolist(), self.percentile.tolist(), strict=True)
+        return [
+            {"row": row, "log_likelihood": value, "rank": rank, "percentile": percentile}
+            for row, (value, rank, percentile) in enumerate(columns)
+        ]
+
+
+def write_samples(path: Path, samples: Tensor, levels: int | None, columns: tuple[str, ...]) -> None:
+    """Samples as the file's ending says: .png, images in a grid; .csv, a table; .npy, an array (of images, in uint8)."""
+    if not path.parent.is_dir():  # a figure would make it
+        raise OSError(f"{path}: expected a folder to write it to, got none at {path.parent}")
+    suffix = path.suffix.lower()
+    image = is_image(tuple(samples.shape[1:]), levels)
+    if suffix == ".png" and image:
+        assert levels is not None
+        figures.image_grid(path, samples, levels)
+        return
+    endings = [*([".png"] if image else []), ".csv", ".npy"]
+    if suffix not in endings:
+        raise ValueError(f"{path}: expected an ending among {', '.join(endings)} for such samples, got {suffix or 'none'!r}")
+    values = samples.floor().clamp(0, levels - 1).to(torch.uint8) if levels is not None else samples
+    with replacing(path) as temporary:
+        if suffix == ".npy":
+            np.save(temporary, values.numpy())
+            return
+        names = columns or tuple(f"x{index}" for index in range(math.prod(samples.shape[1:])))
+        with temporary.open("w", newline="", encoding="utf-8") as stream:
+            csv.writer(stream, lineterminator="\n").writerow(names)
+            np.savetxt(stream, values.flatten(1).numpy(), delimiter=",", fmt="%d" if levels else "%.9g")

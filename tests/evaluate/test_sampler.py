@@ -1,0 +1,306 @@
+"""Samples by a Sampler are those of Flow.sample, whatever became of the weights since its graph was captured."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+
+from selfnorm import Chain, EmergingConv2d, ExactLinear, Flow, LULinear, Sampler, SelfNormLinear, SmoothLeakyReLU, StandardNormal
+from selfnorm.evaluate import sampler as module
+from selfnorm.models import conv_flow, fc_flow, glow
+from selfnorm.runtime.graphs import capturing
+from selfnorm.runtime.precision import precision
+
+
+def twins(device, seed=3):
+    return torch.Generator(device).manual_seed(seed), torch.Generator(device).manual_seed(seed)
+
+
+def small(device, dtype=torch.float32, features=6):
+    chain = Chain(SelfNormLinear(features), SmoothLeakyReLU(), SelfNormLinear(features))
+    return Flow(chain, StandardNormal(features)).to(device, dtype)
+
+
+def check(sampler, generator, times=4, tolerance=1e-5):
+    """The sampler draws from a twin of this generator."""
+    for _ in range(times):
+        found, expected = sampler(), sampler.flow.sample(sampler.n, sampler.inverse, generator)
+        assert found.dtype == expected.dtype and found.device == expected.device and not found.requires_grad
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture
+def captures(device, monkeypatch):
+    """How many graphs were captured. Off CUDA, of functions that are called again at each replay: weights are read anew."""
+    found = []
+    original = module._captured
+
+    class Replayed:
+        def __init__(self, work):
+            self.replay = work
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def pretend(function, z):
+        static, x = z.clone(), torch.empty_like(function(z))
+        finite = torch.tensor(True)
+
+        def replay():
+            x.copy_(function(static))
+            finite.copy_(torch.isfinite(x).all())
+
+        return module._Graph(Replayed(replay), static, x, finite)
+
+    def counted(function, z):
+        found.append((original if device.type == "cuda" else pretend)(function, z))
+        return found[-1]
+
+    monkeypatch.setattr(module, "GRAPHS", device.type)
+    monkeypatch.setattr(module, "_captured", counted)
+    return found
+
+
+def test_the_second_call_captures_and_the_others_replay(device, captures):
+    mine, theirs = twins(device)
+    sampler = Sampler(small(device), 5, generator=mine)
+    check(sampler, theirs, 1)
+    assert not captures and not sampler.captured
+    check(sampler, theirs, 3)
+    assert len(captures) == 1 and sampler.captured
+    first, second = sampler(), sampler()
+    assert not torch.equal(first, second) and first.data_ptr() != second.data_ptr()
+
+
+def test_weights_changed_in_place_are_seen(device, captures):
+    mine, theirs = twins(device)
+    flow = small(device)
+    sampler = Sampler(flow, 3, generator=mine)
+    check(sampler, theirs)
+    with torch.no_grad():
+        for value in flow.parameters():
+            value.add_(0.1 * torch.randn_like(value))
+    check(sampler, theirs)
+    flow.load_state_dict(small(device).state_dict())
+    check(sampler, theirs)
+    optimizer = torch.optim.SGD(flow.parameters(), lr=0.01)
+    flow.surrogate(torch.randn(4, 6, device=device, dtype=torch.float32)).log_det.sum().backward()
+    optimizer.step()
+    check(sampler, theirs)
+    assert len(captures) == 1
+
+
+@torch.no_grad()
+def test_weights_that_moved_are_captured_anew(device, captures):
+    mine, theirs = twins(device)
+    flow = small(device)
+    sampler = Sampler(flow, 3, generator=mine)
+    check(sampler, theirs)
+    layer = flow.bijection[0]
+    layer.weight_inv.data = torch.randn(6, 6, device=device, dtype=torch.float32)
+    check(sampler, theirs)
+    layer.weight_inv.data = layer.weight_inv.data.mT  # the same memory, read otherwise
+    check(sampler, theirs)
+    layer.bias = torch.nn.Parameter(torch.randn_like(layer.bias))
+    check(sampler, theirs)
+    flow.bijection.add_module("1", SmoothLeakyReLU(0.5))
+    flow.bijection.add_module("2", SelfNormLinear(6).to(layer.weight))
+    check(sampler, theirs)
+    assert len(captures) == 5
+
+
+def test_another_dtype_is_captured_anew(device, captures):
+    mine, theirs = twins(device)
+    flow = small(device)
+    sampler = Sampler(flow, 3, generator=mine)
+    check(sampler, theirs)
+    flow.double()
+    check(sampler, theirs, tolerance=1e-12)
+    flow.float()
+    check(sampler, theirs)
+    assert len(captures) == 3 and all(graph is not None for graph in captures)
+
+
+def test_another_precision_or_latent_is_captured_anew(device, captures):
+    mine, theirs = twins(device)
+    flow = Flow(SmoothLeakyReLU()).to(device)
+    sampler = Sampler(flow, 2, generator=mine)
+    for shape in ((1, 4), (1, 3, 2)):
+        flow.log_prob(torch.randn(shape, device=device))
+        check(sampler, theirs)
+    assert len(captures) == 2
+    with precision("bf16"):
+        check(sampler, theirs)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        check(sampler, theirs)
+    assert len(captures) == 4
+
+
+def test_samples_that_are_not_finite_are_refused(device, captures):
+    flow = small(device)
+    sampler = Sampler(flow, 3)
+    for _ in range(3):
+        sampler()
+    with torch.no_grad():
+        flow.bijection[2].weight_inv[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"expected a finite result, got 18 non-finite of 18 .*bijection\.2\.weight_inv"):
+        sampler()
+    with torch.no_grad():
+        flow.bijection[2].weight_inv[0, 0] = 1.0
+    assert torch.isfinite(sampler()).all() and len(captures) == 1
+
+
+@pytest.mark.parametrize("inverse", ["exact", "refined"])
+def test_inverses_that_wait_are_plain(device, captures, inverse):
+    mine, theirs = twins(device)
+    flow = Flow(SelfNormLinear(4), StandardNormal(4)).to(device, torch.float64)
+    with torch.no_grad():
+        flow.bijection.weight_inv.copy_(flow.bijection.weight.inverse())
+    check(Sampler(flow, 2, inverse, mine), theirs)
+    assert not captures
+
+
+@pytest.mark.parametrize("n", [-1, True, 1.5, "3"])
+def test_of_no_number(n):
+    with pytest.raises(ValueError, match=rf"Sampler: expected n to be a whole number of at least 0, got {n!r}"):
+        Sampler(small("cpu"), n)
+
+
+def test_of_no_sense():
+    with pytest.raises(ValueError, match=r"Sampler: expected inverse to be one of learned, exact, refined, got 'fast'"):
+        Sampler(small("cpu"), 1, "fast")
+    with pytest.raises(ValueError, match=r"Sampler: expected a Flow, got Chain"):
+        Sampler(small("cpu").bijection)
+    with pytest.raises(ValueError, match=r"Sampler: expected generator to be a torch.Generator or None, got int"):
+        Sampler(small("cpu"), generator=3)
+
+
+def test_no_samples_are_an_empty_batch(device, captures):
+    sampler = Sampler(small(device), 0)
+    for _ in range(3):
+        assert sampler().shape == sampler.flow.sample(0).shape == (0, 6)
+    assert not captures
+
+
+def test_it_says_what_it_is(device, captures):
+    sampler = Sampler(small(device), 2)
+    assert repr(sampler) == "Sampler(Flow, n=2, inverse='learned', captured=False)"
+    sampler(), sampler()
+    assert repr(sampler) == "Sampler(Flow, n=2, inverse='learned', captured=True)"
+
+
+def test_memory_that_runs_out_is_told_of(monkeypatch):
+    def full(z):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    nothing = lambda *args, **options: contextlib.nullcontext()  # noqa: E731
+    for name in ("CUDAGraph", "device", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, nothing)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(module, "waiting_is_an_error", nothing)
+    with pytest.raises(torch.OutOfMemoryError):
+        module._captured(full, torch.zeros(2))
+
+
+class Stream:
+    def wait_stream(self, other):
+        pass
+
+
+@pytest.mark.gpu
+def test_how_waiting_is_treated_comes_back():
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with module.waiting_is_an_error():
+            assert torch.cuda.get_sync_debug_mode() == 2
+        assert torch.cuda.get_sync_debug_mode() == 1
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def test_inference_mode_here_and_there(device, captures):
+    mine, theirs = twins(device)
+    sampler = Sampler(small(device), 2, generator=mine)
+    for _ in range(2):
+        with torch.inference_mode():
+            check(sampler, theirs, 2)
+        check(sampler, theirs, 2)
+    assert len(captures) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("linear", ["selfnorm", "tracked", "exact", "relative", "lu"])
+def test_every_linear_kind_on_a_gpu(linear):
+    flow = fc_flow((1, 4, 4), linear=linear, levels=256).float().cuda().eval()
+    check_on_gpu(flow, torch.rand(2, 1, 4, 4, device="cuda", dtype=torch.float32) * 255, linear in ("selfnorm", "tracked", "lu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("conv", ["selfnorm", "tracked", "exact", "emerging", "exp"])
+def test_every_convolution_on_a_gpu(conv):
+    flow = conv_flow((1, 8, 8), blocks=2, layers_per_block=2, conv=conv, levels=256).float().cuda().eval()
+    check_on_gpu(flow, torch.rand(2, 1, 8, 8, device="cuda", dtype=torch.float32) * 255, conv in ("selfnorm", "tracked"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mix", ["selfnorm", "tracked", "exact"])
+def test_glow_on_a_gpu(mix):
+    flow = glow((1, 8, 8), steps=2, hidden=8, mix=mix, levels=256).float().cuda().eval()
+    check_on_gpu(flow, torch.rand(2, 1, 8, 8, device="cuda", dtype=torch.float32) * 255, mix != "exact")
+
+
+def check_on_gpu(flow, x, capturable):
+    flow.initialize(x)
+    flow.log_prob(x)  # tells the way back its shapes
+    for n in (1, 3):
+        mine, theirs = twins("cuda")
+        sampler = Sampler(flow, n, generator=mine)
+        check(sampler, theirs, tolerance=2e-3)  # of 256 levels; a library may take another algorithm on another stream
+        assert sampler.captured == capturable
+        with torch.no_grad():
+            for value in flow.parameters():
+                value.add_(1e-3 * torch.randn_like(value))
+        check(sampler, theirs, tolerance=2e-3)
+    before = torch.randn(3, device="cuda")
+    assert not torch.equal(before, torch.randn(3, device="cuda"))  # the generator is as good as ever
+
+
+@pytest.mark.gpu
+def test_what_waits_for_a_gpu_is_plain():
+    for layer, shape in ((ExactLinear(4), (4,)), (EmergingConv2d(2), (2, 4, 4))):
+        flow = Flow(layer, StandardNormal(shape)).float().cuda().eval()
+        mine, theirs = twins("cuda")
+        sampler = Sampler(flow, 2, generator=mine)
+        check(sampler, theirs)
+        assert not sampler.captured
+
+
+@pytest.mark.gpu
+def test_a_copy_of_a_flow_beside_it():
+    flow = Flow(LULinear(4), StandardNormal(4)).float().cuda()
+    other = copy.deepcopy(flow)
+    with torch.no_grad():
+        other.bijection.factors.mul_(1.5)
+    for each in (flow, other, flow):
+        mine, theirs = twins("cuda")
+        check(Sampler(each, 2, generator=mine), theirs)
+
+
+@pytest.mark.gpu
+def test_other_captures_take_nothing_from_a_graph():
+    """Not even what cuBLAS works in, which it would otherwise keep for all, until somebody takes it away."""
+    flow = fc_flow(300).float().cuda().eval()
+    mine, theirs = twins(torch.device("cuda"))
+    sampler = Sampler(flow, 64, generator=mine)
+    check(sampler, theirs)
+    a, out = torch.randn(700, 700, device="cuda", dtype=torch.float32), []
+    for _ in range(3):
+        graph = torch.cuda.CUDAGraph()
+        with capturing(graph):
+            out.append(a @ a)
+        graph.replay()
+        held = torch.full((2**26,), torch.nan, device="cuda", dtype=torch.float32)  # over all that was given back
+        check(sampler, theirs)
+        assert held.isnan().all()
+    torch.testing.assert_close(out[0], a @ a)

@@ -1,0 +1,49 @@
+"""The self-normalizing gradient written a second time, in plain autograd with detach, and the exact one. Slow and obvious."""
+
+import torch
+from torch import Tensor
+
+from selfnorm.linalg.convmatrix import conv_matrix
+
+
+def half(parameter: Tensor) -> Tensor:
+    """The same value with half the gradient."""
+    return parameter / 2 + parameter.detach() / 2
+
+
+def plain_self_normalize(x: Tensor, W: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """z, log_det, reconstruction of a self-normalizing layer with matrices W and R (which may be functions of kernels).
+
+    Each line makes one term of the paper's equations 10 and 11.
+    """
+    z = x @ half(W).T  # ½ δ_z xᵀ for W, the full δ_x for x
+    through_inverse = z.detach() @ R.T
+    z = z - (through_inverse - through_inverse.detach()) @ W.detach().T / 2  # −½ δ_x zᵀ for R, adds nothing
+    log_det = ((W * R.detach().T).sum() - (R * W.detach().T).sum()) / 2  # ½ Rᵀ for W, −½ Wᵀ for R
+    log_det = (log_det - log_det.detach()).expand(x.shape[0])
+    error = x.detach() @ W.T @ R.T - x.detach()
+    return z, log_det, error.square().sum(1, keepdim=True)
+
+
+def dense_matrix(w: Tensor, size: tuple[int, int], geometry) -> Tensor:
+    """T(w) (D, D), differentiable in w."""
+    return torch.block_diag(*conv_matrix(w, size, geometry))
+
+
+def plain_surrogate(layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `layer.surrogate(x)` should give, for either kind of self-normalizing layer."""
+    W, R = layer.weight, layer.weight_inv
+    if W.dim() == 4:
+        size = (x.shape[2], x.shape[3])
+        W, R = dense_matrix(W, size, layer.geometry), dense_matrix(R, size, layer.geometry)
+    z, log_det, reconstruction = plain_self_normalize(x.flatten(1), W, R)
+    return z.reshape(x.shape) + layer.broadcast_bias(), log_det, reconstruction
+
+
+def exact_log_likelihood(layer, x: Tensor, weights: Tensor) -> Tensor:
+    """Σ over the batch of ⟨z, weights⟩ + log|det W|, by a dense matrix."""
+    W = layer.weight
+    if W.dim() == 4:
+        W = dense_matrix(W, (x.shape[2], x.shape[3]), layer.geometry)
+    z = (x.flatten(1) @ W.T).reshape(x.shape) + layer.broadcast_bias()
+    return (z * weights).sum() + x.shape[0] * torch.linalg.slogdet(W).logabsdet

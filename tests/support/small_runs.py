@@ -1,0 +1,60 @@
+"""Short runs on the digits, and how to compare two of them."""
+
+import json
+
+import torch
+
+from selfnorm.data import load_dataset
+from selfnorm.data.batches import Examples, TrainingBatches
+from selfnorm.train.checkpoint import read
+from selfnorm.train.folder import RunFolder
+from selfnorm.train.loop import Trainer
+from selfnorm.train.recipe import override
+from selfnorm.train.recipes import build_flow, build_loss, find_recipe
+from selfnorm.train.step import adam
+
+SMALL = ("layers=2", "epochs=6", "validate_every=2", "test_samples=1")
+
+
+def digits(*settings):
+    return override(find_recipe("digits-fc-snf"), settings)
+
+
+def trained(recipe, **options):
+    trainer = Trainer(recipe, load_dataset(recipe.data), **options)
+    trainer.start()
+    return trainer, trainer.run()
+
+
+def same(one, other):
+    """Whether two checkpoints hold the same bits."""
+    return one.tensors.keys() == other.tensors.keys() and all(torch.equal(one.tensors[k], other.tensors[k]) for k in one.tensors)
+
+
+def assert_same_runs(one, other):
+    for name in ("best.safetensors", "last.safetensors"):
+        assert same(read(one / name), read(other / name)), name
+    logs = [RunFolder(path).read_log() for path in (one, other)]
+    for record in logs[0] + logs[1]:
+        for time in ("seconds", "step_seconds"):
+            record.pop(time, None)
+    assert logs[0] == logs[1]
+    results = [json.loads((path / "result.json").read_text()) for path in (one, other)]
+    assert results[0]["test"] == results[1]["test"]
+
+
+def started(*settings, **options):
+    trainer = Trainer(digits(*SMALL, *settings), load_dataset("digits"), **options)
+    trainer.start()
+    return trainer
+
+
+def made(kind, device, *settings, recipe="digits-fc-snf", block=5):
+    """A step of a kind on the digits, as the trainer makes it, but with blocks of a few steps on a CPU, too."""
+    recipe = override(find_recipe(recipe), ["standardize=false", *settings])
+    data = load_dataset("digits")
+    loss = build_loss(recipe, build_flow(recipe, data.shape, data.levels)).to(device)
+    batches = TrainingBatches(Examples(data.train, data.levels, device), recipe.batch_size, recipe.seed, jitter=recipe.jitter)
+    batches.block = block
+    loss.flow.initialize(batches.batch(0, 0))
+    return kind(loss, adam(loss), batches, recipe.clip)
