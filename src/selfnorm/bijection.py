@@ -26,6 +26,11 @@ class Surrogate(NamedTuple):
     log_det: Tensor
     reconstruction: Tensor
 
+    @classmethod
+    def exact(cls, z: Tensor, log_det: Tensor) -> Surrogate:
+        """The surrogate of a layer that has nothing to reconstruct: K = 0."""
+        return cls(z, log_det, z.new_zeros(z.shape[0], 0))
+
 
 class Bijection(nn.Module):
     """An invertible map x → z of examples, batch first. Data → latent is `forward`, everywhere.
@@ -69,7 +74,7 @@ class Bijection(nn.Module):
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
         """x → `Surrogate`; a layer with a cheap determinant gives its exact pair and nothing to reconstruct."""
         z, log_det = self.forward(x, context=context)
-        return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
+        return Surrogate.exact(z, log_det)
 
     def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
         """z → x by the learned inverse where there is one, else exactly."""

@@ -21,7 +21,10 @@ from selfnorm.layers.linear import refuse_second_derivative
 from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
 from selfnorm.linalg.neumann import draw_terms, expect_finite_variance, expect_probability, neumann_tail, spectral_radius
 from selfnorm.linalg.polish import expect_polish, expect_tap_mean, polish_inverse
+from selfnorm.penalties import GECO, MDMM, Fixed, Penalty
 from selfnorm.runtime.checks import count, expect_batch
+
+__all__ = ["GECO", "MDMM", "Fixed", "Loss", "Metrics", "Penalty"]
 
 VARIANCE_CHECK = 100  # steps between two looks at whether debiasing has a finite variance
 
@@ -36,121 +39,6 @@ class Metrics(NamedTuple):
 
     surrogate: Tensor
     reconstruction: Tensor
-
-
-class Penalty(nn.Module):
-    """The price of K reconstruction errors per dimension. Abstract: `forward` is pure, `after_step` moves the multipliers.
-
-    Buffer: weight (K,), λ of each layer.
-    """
-
-    weight: Tensor
-
-    def __init__(self, weight: float) -> None:
-        super().__init__()
-        self._start = _positive(type(self).__name__, "weight", weight, zero=True)
-
-    def attach(self, layers: int) -> None:
-        """Make the state for a flow with that many self-normalizing layers."""
-        self.register_buffer("weight", torch.full((layers,), self._start))
-
-    def forward(self, error: Tensor, dimensions: Tensor) -> Tensor:
-        """The penalty, from the layers' mean squared errors per dimension (K,) and their dimensions (K,)."""
-        raise NotImplementedError
-
-    def after_step(self, error: Tensor) -> None:
-        """Move the multipliers, given the errors of the step that was taken."""
-
-    @torch.no_grad()
-    def raise_weight(self, factor: float) -> None:
-        """Multiply every λ: the loop's answer to a divergence."""
-        self.weight.mul_(factor)
-
-
-class Fixed(Penalty):
-    """Σ λ·‖RWh − h‖², the paper's penalty: summed over dimensions, averaged over the batch, one λ for all layers."""
-
-    def __init__(self, weight: float = 1.0) -> None:
-        super().__init__(weight)
-
-    def forward(self, error: Tensor, dimensions: Tensor) -> Tensor:
-        return (self.weight * dimensions * error).sum()
-
-
-class GECO(Penalty):
-    """Σ λ·C with C = ‖RWh − h‖²/D − κ for each layer, λ ← λ·exp(η·C̄), C̄ a moving average (Rezende & Viola, 2018).
-
-    tolerance κ is an error per dimension; λ multiplies that too, so it is about D times a fixed λ. λ falls again once κ is met,
-    within `bounds`. The loss shows λ·C̄ and has the gradient of λ·C. Keller et al. (2021, table 5)
-    used it without a tolerance: λ could only grow.
-
-    Buffers beside weight: average (K,), C̄; started, whether it has seen a first value.
-    """
-
-    average: Tensor
-    started: Tensor
-
-    def __init__(
-        self,
-        weight: float = 1e4,
-        tolerance: float = 1e-4,
-        rate: float = 10.0,
-        decay: float = 0.99,
-        bounds: tuple[float, float] = (1e-3, 1e8),
-    ) -> None:
-        super().__init__(weight)
-        self.tolerance = _positive("GECO", "tolerance", tolerance, zero=True)
-        self.rate = _positive("GECO", "rate", rate)
-        if not 0 <= decay < 1:
-            raise ValueError(f"GECO: expected decay in [0, 1), got {decay}")
-        if not 0 < bounds[0] <= weight <= bounds[1]:
-            raise ValueError(f"GECO: expected 0 < bounds[0] ≤ weight ≤ bounds[1], got bounds {bounds} and weight {weight}")
-        self.decay, self.bounds = decay, bounds
-
-    def attach(self, layers: int) -> None:
-        super().attach(layers)
-        self.register_buffer("average", torch.zeros(layers))
-        self.register_buffer("started", torch.tensor(False))
-
-    def forward(self, error: Tensor, dimensions: Tensor) -> Tensor:
-        constraint = error - self.tolerance
-        correction = (self._averaged(constraint) - constraint).detach()
-        return (self.weight * (constraint + correction)).sum()
-
-    @torch.no_grad()
-    def after_step(self, error: Tensor) -> None:
-        known = torch.isfinite(error)  # a step that failed moves nothing
-        self.average.copy_(torch.where(known, self._averaged(error - self.tolerance), self.average))
-        self.started.fill_(True)
-        # An error of thousands must not carry λ past every bound in one step, nor exp() past infinity.
-        factor = (self.rate * self.average).clamp(max=1.0).exp()
-        self.weight.copy_(torch.where(known, (self.weight * factor).clamp(*self.bounds), self.weight))
-
-    def _averaged(self, constraint: Tensor) -> Tensor:
-        blend = self.decay * self.average + (1 - self.decay) * constraint
-        return torch.where(self.started, blend, constraint)
-
-
-class MDMM(Penalty):
-    """Σ λC + (c/2)·max(C, 0)², C as in `GECO`: the modified differential method of multipliers (Platt & Barr, 1987).
-
-    λ ← max(0, λ + η·C) is gradient ascent; the quadratic term, on the violated side alone, damps the chase.
-    """
-
-    def __init__(self, weight: float = 1e4, tolerance: float = 1e-4, rate: float = 1e5, damping: float = 1e7) -> None:
-        super().__init__(weight)
-        self.tolerance = _positive("MDMM", "tolerance", tolerance, zero=True)
-        self.rate = _positive("MDMM", "rate", rate)
-        self.damping = _positive("MDMM", "damping", damping, zero=True)
-
-    def forward(self, error: Tensor, dimensions: Tensor) -> Tensor:
-        constraint = error - self.tolerance
-        return (self.weight * constraint + self.damping / 2 * constraint.clamp(min=0).square()).sum()
-
-    @torch.no_grad()
-    def after_step(self, error: Tensor) -> None:
-        moved = (self.weight + self.rate * (error - self.tolerance)).clamp(min=0)
-        self.weight.copy_(torch.where(torch.isfinite(moved), moved, self.weight))  # a step that failed moves nothing
 
 
 class Loss(nn.Module):
@@ -224,7 +112,7 @@ class Loss(nn.Module):
             found = chain.surrogate_by_layer(x, context=context)
             assert isinstance(flow.base, StandardNormal)
             flow.base.see(found.z)
-            value, parts = _Objective.apply(*found, self.penalty.weight, self._dimensions_of(layers, x))
+            value, parts = _Objective.apply(*found, self.penalty.reconstruction_weight, self._dimensions_of(layers, x))
             return value, Metrics(parts[0], parts[1:])
         surrogate = flow.surrogate(x, context=context)
         dimensions = self._dimensions_of(layers, x)
@@ -264,7 +152,7 @@ class Loss(nn.Module):
     def _is_plain(self, flow: Flow, x: Tensor) -> bool:
         """Whether the loss is one that a kernel knows: the paper's, on a standard normal base."""
         usual = type(self.penalty) is Fixed and type(flow.base) is StandardNormal and not (self.probes or self.debias)
-        return usual and usable(x, self.penalty.weight if len(self.penalty.weight) else None)
+        return usual and usable(x, self.penalty.reconstruction_weight if len(self.penalty.reconstruction_weight) else None)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -331,10 +219,3 @@ class _Objective(torch.autograd.Function):
         z, weight = ctx.saved_tensors
         grad_z, grad_log_det, grad_reconstruction = objective_gradients(z, weight, grad)
         return grad_z, grad_log_det.expand(ctx.layers, -1), grad_reconstruction, None, None
-
-
-def _positive(who: str, name: str, value: float, *, zero: bool = False) -> float:
-    number = float(value)
-    if not (number >= 0 if zero else number > 0) or math.isinf(number):
-        raise ValueError(f"{who}: expected a finite {name} {'of at least' if zero else 'above'} 0, got {value}")
-    return number

@@ -54,7 +54,7 @@ class SmoothLeakyReLU(Bijection):
         if not usable(x):
             return super().surrogate(x, context=context)
         z, log_det = _FusedSmoothLeakyReLU.apply(x, self.alpha)
-        return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
+        return Surrogate.exact(z, log_det)
 
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         expect_batch(self, z)
@@ -188,7 +188,7 @@ class Logit(Bijection):
 
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
         z, log_det = self._map(*self._sides(x))
-        return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
+        return Surrogate.exact(z, log_det)
 
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         expect_batch(self, z)
@@ -237,7 +237,7 @@ class ActNorm(Bijection):
         if not usable(x, self.shift, self.log_scale):
             return super().surrogate(x, context=context)
         z, log_det = _FusedActNorm.apply(x, self.shift, self.log_scale)
-        return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
+        return Surrogate.exact(z, log_det)
 
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self._undo(z), -self._log_det(z)

@@ -29,7 +29,7 @@ class _ExactTraining(LinearMap):
         weight = self.weight.view_as(self.weight)  # the branch's use is not the first, so gradients meet on the main line
         with beside(taped=True):  # nobody needs it before the end
             log_det = training_log_det(weight, form).repeat(x.shape[0])
-        return Surrogate(self.training_weight(x, weight), log_det, x.new_zeros(x.shape[0], 0))
+        return Surrogate.exact(self.training_weight(x, weight), log_det)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         drop_kept_inverse(state_dict, prefix)
@@ -59,7 +59,7 @@ class _ExactConv(_ExactTraining, ConvMap):
         if self.kernel_size != (1, 1) or not FusedConv.takes(x, self.weight, self.bias, self.geometry):
             return super().surrogate(x, context=context)
         z, log_det = FusedConv.apply(x, self.weight, self.bias, "mixing")
-        return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
+        return Surrogate.exact(z, log_det)
 
 
 class ExactConv2d(_ExactConv):

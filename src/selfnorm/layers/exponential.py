@@ -64,14 +64,13 @@ class ConvExponential(Bijection):
     @in_full_precision
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
         self._check_input(x)
-        nothing = x.new_zeros(x.shape[0], 0)
         if _FusedSeries.takes(x, self.weight, self.bias):
             k = self._held_kernel(x)
             z, log_det = _FusedSeries.apply(x, k, self.bias, TRAINING_TERMS)
-            return Surrogate(z, log_det, nothing)
+            return Surrogate.exact(z, log_det)
         k = self._kernel_for(x)
         z = _exponential(x, k, TRAINING_TERMS) + self.bias[:, None, None]
-        return Surrogate(z, _log_det(x, k), nothing)
+        return Surrogate.exact(z, _log_det(x, k))
 
     def _check_input(self, x: Tensor) -> None:
         expect_shape(self, x, self.channels, "H", "W")

@@ -101,7 +101,7 @@ class _Tracked(KeptInverse):
         self.check_input(x)
         z = self.apply_weight(x) + self.broadcast_bias()
         log_det = _LogDetOfTracked.apply(self.weight, self.weight_inv, self.pull_back, x.shape[0])
-        return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
+        return Surrogate.exact(z, log_det)
 
     def after_step(self, *, generator: torch.Generator | None = None) -> None:
         """Let R follow W, and where it cannot, factorise. Reads the device, at each step: an R that is lost is no gradient.
@@ -205,7 +205,7 @@ class TrackedLinear(_Tracked, DenseMap):
             return super().surrogate(x, context=context)
         self.check_input(x)
         z, log_det = _FusedTrackedLinear.apply(x, self.weight, self.bias, self.weight_inv, collector_for(self.weight))
-        return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
+        return Surrogate.exact(z, log_det)
 
     def multiply(self, columns: Tensor) -> Tensor:
         return self.weight @ columns
@@ -279,7 +279,7 @@ class TrackedConv2d(_Tracked, ConvMap):
         if not usable(x, self.weight, self.weight_inv, self.bias) or not FusedConv.takes(x, self.weight, self.bias):
             return super().surrogate(x, context=context)
         z, log_det = _FusedTrackedConv2d.apply(x, self.weight, self.bias, self.weight_inv)
-        return Surrogate(z, log_det, x.new_zeros(x.shape[0], 0))
+        return Surrogate.exact(z, log_det)
 
     def multiply(self, columns: Tensor) -> Tensor:
         if self.kernel_size == (1, 1):

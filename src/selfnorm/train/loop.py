@@ -198,7 +198,7 @@ class Trainer:
         surrogate, *reconstruction = self._metrics.double().mean(0).tolist()
         # After the reads above, which wait for the device.
         step_seconds = None if self._epoch_at is None else (time.monotonic() - self._epoch_at) / steps
-        weight = self.loss.penalty.weight.tolist()
+        weight = self.loss.penalty.reconstruction_weight.tolist()
         self._log(
             "epoch",
             epoch=epoch,
@@ -282,22 +282,22 @@ class Trainer:
 
     def _diverge(self, reason: str) -> None:
         """Go back to the best checkpoint with ten times the λ, if the recipe says so and λ can help; else `DivergedError`."""
-        progress, weight = self.progress, self.loss.penalty.weight.clone()
+        progress, weight = self.progress, self.loss.penalty.reconstruction_weight.clone()
         if self.recipe.on_divergence == "stop" or progress.rollbacks >= MAX_ROLLBACKS or not (weight > 0).any():
             raise DivergedError(f"{self.recipe.name} diverged: {reason}. {self._advice()}")
         rollbacks, seconds = progress.rollbacks + 1, progress.seconds
         self._restore(self.best())
         progress.rollbacks, progress.seconds = rollbacks, seconds
         # Tenfold what just failed, not what the best checkpoint had: a second rollback must go further than the first.
-        self.loss.penalty.weight.copy_(weight)
+        self.loss.penalty.reconstruction_weight.copy_(weight)
         self.loss.penalty.raise_weight(10.0)
-        self._log("rollback", epoch=self.epoch, weight=self.loss.penalty.weight.tolist(), reason=reason)
+        self._log("rollback", epoch=self.epoch, weight=self.loss.penalty.reconstruction_weight.tolist(), reason=reason)
         # At once, so that a kill cannot leave a best of after the rollback beside a last of before it.
         self._good = self._capture()
         self._write(self._good)
 
     def _advice(self) -> str:
-        weights = sorted(set(self.loss.penalty.weight.tolist()))
+        weights = sorted(set(self.loss.penalty.reconstruction_weight.tolist()))
         if not weights:
             return "Try a gradient clip or a smaller learning_rate; no layer learns its inverse, so a rollback has no λ to raise"
         rollbacks = self.progress.rollbacks

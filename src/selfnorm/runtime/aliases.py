@@ -1,0 +1,34 @@
+"""Old names of arguments, which calls may go on using."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def accepts_old_names(**new_names: str) -> Callable[[Function], Function]:
+    """Decorates a function that also takes arguments by their old names, given as old="new".
+
+    >>> @accepts_old_names(weight="reconstruction_weight")
+    ... def penalty(reconstruction_weight):
+    ...     return reconstruction_weight
+    >>> penalty(weight=3)
+    3
+    """
+
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            for old in new_names.keys() & options.keys():
+                new = new_names[old]
+                if new in options:
+                    raise TypeError(f"{function.__qualname__}: expected {new} once, got it as {old}, too, its old name")
+                options[new] = options.pop(old)
+            return function(*args, **options)
+
+        return cast(Function, call)
+
+    return decorate
