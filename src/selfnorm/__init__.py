@@ -17,7 +17,7 @@ from selfnorm.layers.relative import RelativeLinear
 from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
 from selfnorm.layers.spline import SplineActivation
 from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
-from selfnorm.linalg.inverses import SingularWeightError
+from selfnorm.linalg.factors import SingularWeightError
 
 if TYPE_CHECKING:
     from selfnorm.estimator import SelfNormDensity

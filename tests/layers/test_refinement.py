@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from selfnorm import SelfNormConv2d, SelfNormLinear
-from selfnorm.linalg.inverses import refine
+from selfnorm.linalg.iterations import refine
 
 
 def layer_with_error(spectral_radius, features=8):

@@ -19,7 +19,7 @@ from selfnorm import (
     TrackedLinear,
 )
 from selfnorm.linalg.convmatrix import Geometry, conv_matrix, tap_sums
-from selfnorm.linalg.inverses import sketch_and_project
+from selfnorm.linalg.iterations import sketch_and_project
 from support.oracles import dense_matrix
 from support.small_runs import started
 

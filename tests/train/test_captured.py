@@ -16,7 +16,7 @@ from selfnorm.kernels.dense.factored import Collector, SingleRecord
 from selfnorm.kernels.dispatch import used_on
 from selfnorm.layers.linear import LinearMap
 from selfnorm.layers.tracked import TrackedLinear
-from selfnorm.linalg.inverses import ExactFactors
+from selfnorm.linalg.factors import ExactFactors
 from selfnorm.runtime.precision import precision
 from selfnorm.train.captured import CapturedStep, _steps_per_graph, can_be_captured, shared_step
 from selfnorm.train.loop import Trainer

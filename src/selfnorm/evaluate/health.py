@@ -21,7 +21,7 @@ from selfnorm.bijection import located
 from selfnorm.flow import Flow, Inverse
 from selfnorm.layers.kept import KeptInverse
 from selfnorm.layers.linear import ConvMap
-from selfnorm.linalg.inverses import widen
+from selfnorm.linalg.factors import widen
 from selfnorm.runtime.checks import describe
 
 PROBES = 256  # white-noise vectors: ±9% for the worst case, an error in one direction only

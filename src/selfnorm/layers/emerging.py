@@ -13,7 +13,7 @@ from selfnorm.bijection import Bijection, Chain, Surrogate, located
 from selfnorm.layers.exact import Conv1x1
 from selfnorm.layers.linear import PLAIN, FusedConv, in_full_precision, odd_kernel
 from selfnorm.linalg.convmatrix import Geometry, conv_matrix, convolve, dirac, flip, kernel_gradient
-from selfnorm.linalg.inverses import SingularWeightError, widen
+from selfnorm.linalg.factors import SingularWeightError, widen
 from selfnorm.runtime.checks import count, describe, expect_like, expect_shape
 
 Mask = Literal["quadrant", "raster"]

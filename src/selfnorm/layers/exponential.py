@@ -13,7 +13,7 @@ from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.exact import Conv1x1
 from selfnorm.layers.linear import backward_in_full_precision, in_full_precision, odd_kernel, refuse_second_derivative
 from selfnorm.linalg.convmatrix import Geometry, convolve
-from selfnorm.linalg.inverses import widen
+from selfnorm.linalg.factors import widen
 from selfnorm.runtime.checks import count, expect_like, expect_shape
 
 # At this norm the terms that are left out come to at most 1.07e-4·‖x‖ after 6 and 3e-12·‖x‖ after 13.

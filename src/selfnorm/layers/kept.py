@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from selfnorm.layers.linear import LinearMap, drop_kept_inverse, in_full_precision
-from selfnorm.linalg.inverses import default_tolerance, refine, widen
+from selfnorm.linalg.factors import widen
+from selfnorm.linalg.iterations import default_tolerance, refine
 from selfnorm.runtime.checks import describe
 
 

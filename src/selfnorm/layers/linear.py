@@ -14,7 +14,7 @@ from selfnorm.bijection import Bijection
 from selfnorm.kernels.dispatch import usable
 from selfnorm.linalg.blocks import BlockForm, Circular, Dense, PerPixel, ZeroPadded
 from selfnorm.linalg.convmatrix import Geometry, PaddingMode, convolve, dirac
-from selfnorm.linalg.inverses import AmortisedLogDet, ExactFactors, FactoredSolve, widen
+from selfnorm.linalg.factors import AmortisedLogDet, ExactFactors, FactoredSolve, widen
 from selfnorm.runtime.checks import count, describe, expect_like, expect_shape, pair
 from selfnorm.runtime.streams import beside
 

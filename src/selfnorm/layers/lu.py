@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from selfnorm.bijection import Bijection
 from selfnorm.layers.linear import drop_kept_inverse, in_full_precision
 from selfnorm.linalg.blocks import Dense
-from selfnorm.linalg.inverses import ExactFactors, widen
+from selfnorm.linalg.factors import ExactFactors, widen
 from selfnorm.runtime.checks import count, describe, expect_like, expect_shape
 
 

@@ -43,7 +43,8 @@ from selfnorm.linalg.convmatrix import (
     resize_kernel,
     tap_counts,
 )
-from selfnorm.linalg.inverses import invert, transposed
+from selfnorm.linalg.factors import invert
+from selfnorm.linalg.iterations import transposed
 from selfnorm.runtime.checks import describe
 from selfnorm.runtime.streams import beside
 

@@ -35,7 +35,8 @@ from selfnorm.layers.linear import (
 )
 from selfnorm.linalg.blocks import Dense
 from selfnorm.linalg.convmatrix import convolve, flip, tap_sums
-from selfnorm.linalg.inverses import invert, sketch_and_project, transposed, widen
+from selfnorm.linalg.factors import invert, widen
+from selfnorm.linalg.iterations import sketch_and_project, transposed
 from selfnorm.runtime.checks import count, describe, expect_shape, pair
 from selfnorm.runtime.precision import full_float32
 from selfnorm.runtime.streams import beside, join

@@ -15,7 +15,8 @@ from torch import Tensor
 from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
 from selfnorm.linalg.blocks import PerPixel, ZeroPadded
 from selfnorm.linalg.convmatrix import tap_counts, tap_sums
-from selfnorm.linalg.inverses import invert, newton_schulz, sketch_and_project, widen
+from selfnorm.linalg.factors import invert, widen
+from selfnorm.linalg.iterations import newton_schulz, sketch_and_project
 from selfnorm.runtime.checks import describe
 
 SelfNormLayer = SelfNormLinear | SelfNormConv2d

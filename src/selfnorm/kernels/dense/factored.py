@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.kernels.dispatch import usable
-from selfnorm.linalg.inverses import transposed
+from selfnorm.linalg.iterations import transposed
 
 # Of a parameter: Adam's two moments, and the number of the step to be taken, from 1, as a float tensor.
 AdamState = Callable[[nn.Parameter], tuple[Tensor, Tensor, Tensor]]
