@@ -1,20 +1,20 @@
-"""The contract every layer answers, and `Chain`, which composes layers under the same contract."""
+"""`Bijection`, the contract of every layer, and `Chain`, which composes layers under the same contract."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from selfnorm.runtime.checks import expect_finite
-from selfnorm.runtime.streams import join
+from selfnorm.runtime.step import current_step
 
 
 class Surrogate(NamedTuple):
-    """What training sees of a layer: the right gradient, without a determinant.
+    """What training uses of a layer: the right gradient, without a determinant.
 
     z:               the layer's output.
     log_det:         (N,) its *gradient* is the method's estimate of the log-determinant's gradient. Its value is not a
@@ -32,35 +32,70 @@ class Surrogate(NamedTuple):
         return cls(z, log_det, z.new_zeros(z.shape[0], 0))
 
 
+class InverseTracker(Protocol):
+    """What the training loop needs of a layer whose inverse R follows W after each step; see `layers.tracked`.
+
+    residual:          ‖I − RW‖ as the last `after_step` found it, a scalar on the device.
+    largest_residual:  the residual from which on R counts as lost.
+    fallbacks:         how often R had to be factorised again.
+    reads_inverse_late:  whether a training step reads R in its update only, so that R may follow W during the next
+                         forward and backward pass.
+    """
+
+    weight_inv: Tensor
+    fallbacks: Tensor
+
+    @property
+    def largest_residual(self) -> float: ...
+
+    @property
+    def reads_inverse_late(self) -> bool: ...
+
+    def write_residual_to(self, entry: Tensor) -> None:
+        """Makes the scalar `entry` the place of `residual`, so that one tensor holds those of several layers."""
+        ...
+
+    def settle(self) -> None:
+        """Factorises W if R is lost; waits for the device."""
+        ...
+
+
 class Bijection(nn.Module):
     """An invertible map x → z of examples, batch first. Data → latent is `forward`, everywhere.
 
-    To write your own layer, subclass and answer two questions, both exactly and for any batch size, zero included:
+    To write your own layer, define two methods. Both are exact and take any batch size, zero included:
 
         forward(x, *, context=None) -> z, log_det    log_det = log|det ∂z/∂x|, shape (N,)
         inverse(z, *, context=None) -> x, log_det    log_det = log|det ∂x/∂z|, the negative of the above
 
     Everything else follows from these two. Override it only where the layer has something better:
 
-        surrogate(x)        what training calls. Must never wait on the device: no `.item()`, no check of values, so that a
+        surrogate(x)        what training calls. It must never wait for the device: no `.item()`, no check of values, so that a
                             whole training step can be captured as one graph. If `forward` checks values, override this.
         approx_inverse(z)   a cheaper, learned inverse
         refined_inverse(z)  that inverse, iterated until it is exact to a tolerance
         initialize(x)       data-dependent initialisation; called once, before the first step
-        after_step()        called by the training loop after each optimiser step; what it draws at random, it draws from the
-                            generator that it is given
+        after_step()        called by the training loop after each optimiser step; random numbers come from the generator that
+                            it is given (set `draws_after_step` if it draws any)
 
     Keep all state in parameters and buffers, hard-code neither device nor dtype, and raise a `ValueError` that says who,
     expected what, and got what. `context` conditions the layers that are built for one; the others ignore it. Add the layer
-    to the registry in `tests/support/registry.py` and it is tested like every other.
+    to the registry in `tests/support/registry.py`, and it is tested like every other.
     """
 
-    # Whether this layer's own surrogate is its exact pair, so that a training loss made of such is a likelihood.
+    # Whether this layer's surrogate is its exact pair. If that holds for all layers, the training loss is a likelihood.
     surrogate_is_exact = True
+    # Whether `after_step` draws random numbers.
+    draws_after_step = False
+
+    @property
+    def inverse_tracker(self) -> InverseTracker | None:
+        """This layer as an `InverseTracker`, if its inverse follows its weight after each step."""
+        return None
 
     @property
     def reconstruction_names(self) -> tuple[str, ...]:
-        """For each column of `Surrogate.reconstruction` the path of its layer: `bijection.get_submodule(name)`."""
+        """The path of the layer behind each column of `Surrogate.reconstruction`: `bijection.get_submodule(name)`."""
         return ()
 
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -85,10 +120,10 @@ class Bijection(nn.Module):
         return self.inverse(z, context=context)[0]
 
     def initialize(self, x: Tensor, *, context: Tensor | None = None) -> None:
-        """Set data-dependent state from a first batch; a layer that has been initialised keeps what it has."""
+        """Sets data-dependent state from a first batch; a layer that has been initialised keeps its state."""
 
     def after_step(self, *, generator: torch.Generator | None = None) -> None:
-        """Do what the layer does after each optimiser step, where it may read the device, unlike in `surrogate`.
+        """Updates what the layer updates after each optimiser step. Unlike `surrogate`, it may wait for the device.
 
         generator: on the layer's device, for random draws.
         """
@@ -118,7 +153,7 @@ class Chain(Bijection):
         return iter(self._modules.values())  # type: ignore[arg-type]
 
     def __getitem__(self, index: int | slice) -> Bijection:
-        """One layer, or a chain of some of them; both share their parameters with this chain."""
+        """One layer, or a chain of a slice of them; both share their parameters with this chain."""
         return Chain(*list(self)[index]) if isinstance(index, slice) else list(self)[index]
 
     @property
@@ -149,14 +184,14 @@ class Chain(Bijection):
 
     def surrogate_by_layer(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
         """The surrogate with a log_det for each layer, (L, N)."""
-        log_dets, columns = [], [x.new_zeros(x.shape[0], 0)]
+        step, log_dets, columns = current_step(), [], [x.new_zeros(x.shape[0], 0)]
         for index, layer in enumerate(self):
             with located(f"layer {index}"):
-                x, log_det, reconstruction = layer.surrogate(x, context=context)
+                x, log_det, reconstruction = step.surrogate_of(layer, x, context)
             log_dets.append(log_det)
             if reconstruction.shape[1]:
                 columns.append(reconstruction)
-        join()
+        step.join()
         stacked = torch.stack(log_dets) if log_dets else x.new_zeros(0, x.shape[0])
         return Surrogate(x, stacked, torch.cat(columns, dim=1))
 
@@ -193,7 +228,7 @@ def joined_names(parts: Iterable[tuple[str, Bijection]]) -> tuple[str, ...]:
 
 @contextmanager
 def located(place: str) -> Iterator[None]:
-    """Say in a layer's error where it stands: in a Glow of 96 layers the class name is not enough."""
+    """Prefixes a layer's `ValueError` with its place: in a Glow of 96 layers the class name is not enough."""
     try:
         yield
     except ValueError as error:

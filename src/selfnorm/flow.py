@@ -1,4 +1,4 @@
-"""`Flow`: a bijection and a base distribution make a density that can be scored, trained and sampled."""
+"""`Flow`: a density made of a bijection and a base distribution, to score, train and sample."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from selfnorm.bijection import Bijection, Chain, Surrogate
+from selfnorm.bijection import Bijection, Chain, InverseTracker, Surrogate
 from selfnorm.runtime.checks import event_shape, expect_finite, expect_float, expect_shape
-from selfnorm.runtime.streams import join
+from selfnorm.runtime.step import current_step
 
 Inverse = Literal["learned", "exact", "refined"]
 
 
 class StandardNormal(nn.Module):
-    """N(0, I) over examples of a shape; given none, over the shape that it saw last."""
+    """N(0, I) over examples of a shape; without one, over the shape of the last latent that it scored."""
 
     _like: Tensor
 
@@ -25,7 +25,7 @@ class StandardNormal(nn.Module):
         super().__init__()
         self._fixed = None if shape is None else event_shape("StandardNormal", shape)
         self._seen = self._fixed
-        # Carries device and dtype along with .to(); holds nothing to save.
+        # Carries device and dtype along with .to().
         self.register_buffer("_like", torch.zeros(()), persistent=False)
 
     def extra_repr(self) -> str:
@@ -33,12 +33,12 @@ class StandardNormal(nn.Module):
 
     def log_prob(self, z: Tensor) -> Tensor:
         """log N(z; 0, I), (N,)."""
-        self.see(z)
+        self.note_shape(z)
         dimensions = math.prod(z.shape[1:])
         return -0.5 * z.square().flatten(1).sum(1) - 0.5 * dimensions * math.log(2 * math.pi)
 
-    def see(self, z: Tensor) -> None:
-        """Refuse latents of another shape than the fixed one, or remember theirs."""
+    def note_shape(self, z: Tensor) -> None:
+        """Remembers the latent's shape for `sample`; raises ValueError if the shape was fixed and differs."""
         if self._fixed is not None:
             expect_shape(self, z, *self._fixed)
         elif self._seen != z.shape[1:]:
@@ -84,8 +84,18 @@ class Flow(nn.Module):
 
     @property
     def surrogate_is_exact(self) -> bool:
-        """Whether `surrogate(x).log_det` is log p(x): so it is where no layer takes a short cut in training."""
-        return all(module.surrogate_is_exact for module in self.bijection.modules() if isinstance(module, Bijection))
+        """Whether `surrogate(x).log_det` is log p(x), as it is if every layer trains by its exact log-determinant."""
+        return all(layer.surrogate_is_exact for layer in self._layers().values())
+
+    @property
+    def draws_after_step(self) -> bool:
+        """Whether a layer draws random numbers in `after_step`."""
+        return any(layer.draws_after_step for layer in self._layers().values())
+
+    def inverse_trackers(self) -> dict[str, InverseTracker]:
+        """The layers whose inverse follows their weight after each step, by their path in `bijection`."""
+        trackers = {name: layer.inverse_tracker for name, layer in self._layers().items()}
+        return {name: tracker for name, tracker in trackers.items() if tracker is not None}
 
     def log_prob(self, x: Tensor, *, context: Tensor | None = None) -> Tensor:
         """log p(x), (N,): exact. Linear layers factorise their weight once; further batches cost no factorisation."""
@@ -96,20 +106,22 @@ class Flow(nn.Module):
         return log_prob
 
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
-        """What training differentiates: `log_det` includes the base's log-density; right gradient, but no likelihood.
+        """What training differentiates: `log_det` includes the base's log-density. It has the right gradient but is no
+        likelihood.
 
         loss = −log_det.mean() + λ·reconstruction.sum(1).mean()
         """
         expect_float("Flow.surrogate", x)
-        z, log_det, reconstruction = self.bijection.surrogate(x, context=context)
-        join()
+        step = current_step()
+        z, log_det, reconstruction = step.surrogate_of(self.bijection, x, context)
+        step.join()
         return Surrogate(z, self._base_log_prob(z) + log_det, reconstruction)
 
-    def in_two(self) -> tuple[Chain, Flow]:
-        """The leading layers, which have nothing to train, and a flow of the rest; both share what they hold with this one.
+    def split_front(self) -> tuple[Chain, Flow]:
+        """The leading layers without parameters, and a flow of the rest; both share their layers with this flow.
 
-        What comes before anything that learns can be computed for many batches at once: the rest's surrogate of what the front
-        makes of x is this flow's surrogate of x, but for the front's log-determinant.
+        Training can compute the front for many batches at once: `rest.surrogate(front(x))` is this flow's surrogate of x without
+        the front's log-determinant.
         """
         if not isinstance(self.bijection, Chain):
             return Chain(), self
@@ -168,6 +180,9 @@ class Flow(nn.Module):
     def after_step(self, *, generator: torch.Generator | None = None) -> None:
         """Call after each optimiser step; `generator`, on the flow's device, is for layers that draw at random then."""
         self.bijection.after_step(generator=generator)
+
+    def _layers(self) -> dict[str, Bijection]:
+        return {name: module for name, module in self.bijection.named_modules() if isinstance(module, Bijection)}
 
     def _draw(self, n: int, generator: torch.Generator | None) -> Tensor:
         if n < 0:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from selfnorm.bijection import located
 from selfnorm.flow import Flow, Inverse
-from selfnorm.layers.kept import KeptInverse
+from selfnorm.layers.kept_inverse import KeptInverse
 from selfnorm.layers.linear import ConvMap
 from selfnorm.linalg.factors import widen
 from selfnorm.runtime.checks import describe

@@ -1,4 +1,4 @@
-"""Whether a fused kernel can take over from plain PyTorch. Importing this does not import Triton."""
+"""`usable`: whether Triton kernels can replace plain PyTorch for a call. Importing this module does not import Triton."""
 
 from __future__ import annotations
 
@@ -12,30 +12,26 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from selfnorm.runtime.precision import products_in_tf32
-
-_devices: tuple[str, ...] = ("cuda",)  # where kernels are used
+from selfnorm.runtime.step import current_step, step_context
 
 
 @contextmanager
 def used_on(*devices: str) -> Iterator[None]:
-    """Kernels on these kinds of devices alone. On none, all is plain PyTorch, which the kernels are compared with.
+    """A block in which kernels run on these device types only. With none, everything is plain PyTorch, as tests compare with.
 
-    On the CPU they run if Triton was imported with TRITON_INTERPRET=1 set: step by step, in Python, for tests.
+    On the CPU, kernels run if Triton was imported with TRITON_INTERPRET=1 set: step by step, in Python, for tests.
     """
-    global _devices
-    before, _devices = _devices, devices
-    try:
+    with step_context(kernel_devices=devices):
         yield
-    finally:
-        _devices = before
 
 
 def usable(*tensors: Tensor | None) -> bool:
-    """Whether kernels can work on these tensors: float32 on the current CUDA device, and nobody traces or transforms the call."""
+    """Whether kernels can work on these tensors: float32 on the current CUDA device, in a call that is not traced or
+    transformed."""
     given = [tensor for tensor in tensors if tensor is not None]
     device = given[0].device
     return (
-        device.type in _devices
+        device.type in current_step().kernel_devices
         and (device.type != "cuda" or device.index == torch.cuda.current_device())  # where Triton launches
         and all(
             type(tensor) in (Tensor, nn.Parameter)
@@ -44,13 +40,13 @@ def usable(*tensors: Tensor | None) -> bool:
             and tensor.numel() > 0
             for tensor in given
         )
-        and not _watched()
-        and triton_is_there()
+        and not _is_traced()
+        and has_triton()
     )
 
 
-def _watched() -> bool:
-    """Whether somebody wants to know what is done, and not only its outcome."""
+def _is_traced() -> bool:
+    """Whether torch records or transforms the operations of this call, which a kernel would hide from it."""
     return (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
@@ -61,15 +57,15 @@ def _watched() -> bool:
 
 
 @cache
-def triton_is_there() -> bool:
+def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
 def allows_tf32() -> bool:
-    """Whether float32 products may be rounded to TF32: torch's own switch says so, where there are units for it."""
+    """Whether float32 products may be rounded to TF32: torch's switch allows it, and there is a GPU to do it."""
     return products_in_tf32() and torch.cuda.is_available()
 
 
 def input_precision() -> str:
-    """What a kernel's products take of their factors, in Triton's words."""
+    """How kernels round the factors of their products, in Triton's terms."""
     return "tf32" if allows_tf32() else "ieee"

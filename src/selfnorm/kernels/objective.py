@@ -10,11 +10,36 @@ Memory: z is read once forward, and read and written once backward.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from selfnorm.runtime.autograd import refuse_second_derivative
+
+
+class FusedObjective(torch.autograd.Function):
+    """z, log_dets (L, N), reconstruction (N, K), λ (K,), D (K,) -> the loss; nll and the K errors (1 + K,), without gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, z: Tensor, log_dets: Tensor, reconstruction: Tensor, weight: Tensor, dimensions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(z, weight)
+        ctx.layers = len(log_dets)
+        ctx.set_materialize_grads(False)  # or torch makes zeros for the output without a gradient
+        value, parts = objective(z, log_dets, reconstruction, weight, dimensions)
+        ctx.mark_non_differentiable(parts)
+        return value, parts
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        refuse_second_derivative()
+        z, weight = ctx.saved_tensors
+        grad_z, grad_log_det, grad_reconstruction = objective_gradients(z, weight, grad)
+        return grad_z, grad_log_det.expand(ctx.layers, -1), grad_reconstruction, None, None
 
 
 def objective(z: Tensor, log_dets: Tensor, reconstruction: Tensor, weight: Tensor, dimensions: Tensor) -> tuple[Tensor, Tensor]:

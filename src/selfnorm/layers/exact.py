@@ -1,4 +1,4 @@
-"""The exact twins: the same maps as the self-normalizing layers', trained by the exact gradient, determinant and all."""
+"""The exact twins of the self-normalizing layers: the same maps, trained by the exact gradient of log|det W|."""
 
 from __future__ import annotations
 
@@ -7,29 +7,32 @@ from typing import Any
 from torch import Tensor
 
 from selfnorm.bijection import Surrogate
-from selfnorm.layers.linear import (
-    ConvMap,
-    DenseMap,
-    FusedConv,
-    LinearMap,
-    drop_kept_inverse,
-    in_full_precision,
-    training_log_det,
-)
-from selfnorm.runtime.streams import beside
+from selfnorm.kernels.conv.choice import conv_kernels_fit
+from selfnorm.kernels.dispatch import usable
+from selfnorm.layers.linear import ConvMap, DenseMap, LinearMap, drop_kept_inverse
+from selfnorm.linalg.blocks import BlockForm
+from selfnorm.linalg.factors import log_abs_det
+from selfnorm.runtime.step import current_step
+
+SMALL_BLOCK = 64  # rows of a matrix that a kernel can factorise
 
 
 class _ExactTraining(LinearMap):
-    """Training by the exact gradient, as the self-normalizing twins' control: O(m³) a step for each block of m rows. Abstract."""
+    """Training by the exact gradient, the control of the self-normalizing twins: O(m³) a step for a block of m rows. Abstract."""
 
-    @in_full_precision
-    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
-        self.check_input(x)
+    def _plain(self, x: Tensor) -> Surrogate:
         form = self.form(x)
         weight = self.weight.view_as(self.weight)  # the branch's use is not the first, so gradients meet on the main line
-        with beside(taped=True):  # nobody needs it before the end
-            log_det = training_log_det(weight, form).repeat(x.shape[0])
-        return Surrogate.exact(self.training_weight(x, weight), log_det)
+        with current_step().beside(recorded=True):  # needed only at the end of the forward pass
+            log_det = _training_log_det(weight, form).repeat(x.shape[0])
+        return Surrogate.exact(self._apply_for_training(x, weight), log_det)
+
+    def _fused(self, x: Tensor) -> Surrogate | None:
+        return None
+
+    def _apply_for_training(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Wx + b. A kernel may compute it, so it need not have a second derivative."""
+        raise NotImplementedError
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         drop_kept_inverse(state_dict, prefix)
@@ -49,17 +52,27 @@ class ExactLinear(_ExactTraining, DenseMap):
     True
     """
 
+    def _apply_for_training(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.apply_weight(x, weight) + self.broadcast_bias()
+
 
 class _ExactConv(_ExactTraining, ConvMap):
     """The convolutions among them. Abstract."""
 
-    @in_full_precision
-    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
-        self.check_input(x)
-        if self.kernel_size != (1, 1) or not FusedConv.takes(x, self.weight, self.bias, self.geometry):
-            return super().surrogate(x, context=context)
-        z, log_det = FusedConv.apply(x, self.weight, self.bias, "mixing")
-        return Surrogate.exact(z, log_det)
+    def _fused(self, x: Tensor) -> Surrogate | None:
+        if self.kernel_size != (1, 1) or not conv_kernels_fit(x, self.weight, self.bias, self.geometry):
+            return None
+        from selfnorm.kernels.conv.plain import FusedConv
+
+        return Surrogate.exact(*FusedConv.apply(x, self.weight, self.bias, "mixing"))
+
+    def _apply_for_training(self, x: Tensor, weight: Tensor) -> Tensor:
+        if not conv_kernels_fit(x, self.weight, self.bias, self.geometry):
+            return self.apply_weight(x, weight) + self.broadcast_bias()
+        from selfnorm.kernels.conv.plain import FusedConv
+
+        z: Tensor = FusedConv.apply(x, weight, self.bias)[0]
+        return z
 
 
 class ExactConv2d(_ExactConv):
@@ -86,3 +99,13 @@ class Conv1x1(_ExactConv):
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels, 1)
+
+
+def _training_log_det(weight: Tensor, form: BlockForm) -> Tensor:
+    """`log_abs_det`; small blocks go through a kernel instead of a library that is made for large ones."""
+    blocks = form.blocks(weight)
+    if blocks.shape[-1] > SMALL_BLOCK or not usable(blocks):
+        return log_abs_det(weight, form)
+    from selfnorm.kernels.dense.small_determinants import SmallLogDet
+
+    return form.copies * SmallLogDet.apply(blocks).sum()

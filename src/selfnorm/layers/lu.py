@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection
-from selfnorm.layers.linear import drop_kept_inverse, in_full_precision
+from selfnorm.layers.linear import drop_kept_inverse
 from selfnorm.linalg.blocks import Dense
 from selfnorm.linalg.factors import ExactFactors, widen
+from selfnorm.runtime.autograd import in_full_precision
 from selfnorm.runtime.checks import count, describe, expect_like, expect_shape
 
 

@@ -1,14 +1,14 @@
 """The paper's layers: linear and convolutional maps that learn their own inverse and train without a determinant.
 
-With learned inverse R ≈ W⁻¹, loss gradients g_z, g_x = Wᵀg_z and g_log_det arriving at the layer, and the reconstruction
-e = RWx − x weighted by g_rec, the gradients are (Keller et al., 2021, eqs. 10–11 and appendix A.1, as a loss to be minimised)
+Let R ≈ W⁻¹ be the learned inverse, g_z, g_x = Wᵀg_z and g_log_det the loss's gradients for the layer's outputs and input, and
+e = RWx − x the reconstruction error, weighted by g_rec. Then the gradients are (Keller et al., 2021, eqs. 10–11 and appendix A.1, as a loss to be minimised)
 
     ∂W = ½(g_z xᵀ + g_log_det·Rᵀ) + 2 g_rec Rᵀe xᵀ
     ∂R = −½(g_x (Wx)ᵀ + g_log_det·Wᵀ) + 2 g_rec e (Wx)ᵀ
 
 summed over the batch: the determinant's gradient W⁻ᵀ has become Rᵀ, and O(D³) has become O(D²) an example. Everything else
 (x, the bias) gets its full gradient, and the reconstruction reaches no earlier layer. Because the log-determinant's gradient
-comes in through a per-example output, it scales with the loss like every other term. `docs/method.md` has the derivation.
+comes in through a per-example output, it scales with the loss like every other term. `docs/derivation.md` has the derivation.
 """
 
 from __future__ import annotations
@@ -20,18 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.bijection import Surrogate
-from selfnorm.kernels.dense.factored import Collector, PairRecord, collector_for
+from selfnorm.kernels.conv.choice import small_images
 from selfnorm.kernels.dispatch import usable
-from selfnorm.layers.kept import KeptInverse
-from selfnorm.layers.linear import (
-    ConvMap,
-    DenseMap,
-    backward_in_full_precision,
-    convolve_quickly,
-    in_full_precision,
-    odd_kernel,
-    refuse_second_derivative,
-)
+from selfnorm.layers.kept_inverse import KeptInverse
+from selfnorm.layers.linear import ConvMap, DenseMap, convolve_without_gradient, odd_kernel
 from selfnorm.linalg.blocks import Dense, PerPixel
 from selfnorm.linalg.convmatrix import (
     Geometry,
@@ -45,33 +37,27 @@ from selfnorm.linalg.convmatrix import (
 )
 from selfnorm.linalg.factors import invert
 from selfnorm.linalg.iterations import transposed
+from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
 from selfnorm.runtime.checks import describe
-from selfnorm.runtime.streams import beside
+from selfnorm.runtime.step import current_step
 
-# A CPU multiplies across the grain of memory with all its threads, where a transposed copy, which works in tiles, takes one. But
-# in a matrix that is wider, or whose rows lie a multiple of many cache lines apart, caches fail it.
-WIDE = 2048
+# On a CPU, multiplying a transposed view uses all threads, while a transposed copy works in cache-friendly tiles on one. For
+# wider matrices, and for rows that lie a multiple of many cache lines apart, the copy is faster.
+WIDEST_TRANSPOSED_VIEW = 2048
 
 
 class _LearnedInverse(KeptInverse):
     """Training of W and R together, whatever their shape. Abstract."""
 
     surrogate_is_exact = False
-    # Whether the reconstruction is the mean of ‖RWx − x‖² and ‖WRz − z‖² instead of the former alone. A choice of the loss's.
-    symmetric = False
-    # Of the last batch that `surrogate` saw: what white-noise probes must look like. Not state, a convolution takes any size.
-    example_shape: tuple[int, ...] = ()
 
     @property
     def reconstruction_names(self) -> tuple[str, ...]:
         return ("",)
 
-    @in_full_precision
-    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
-        self.check_input(x)
-        self.example_shape = tuple(x.shape[1:])
+    def _plain(self, x: Tensor) -> Surrogate:
         z, log_det, reconstruction = self.self_normalize(x)
-        if self.symmetric:
+        if current_step().symmetric:
             target = z.detach()
             error = self.apply_weight(self.apply_inverse(target)) - target
             reconstruction = (reconstruction + error.square().flatten(1).sum(1, keepdim=True)) / 2
@@ -79,6 +65,10 @@ class _LearnedInverse(KeptInverse):
 
     def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Wx, zeros (N,) that carry the log-determinant's gradient, and ‖RWx − x‖² (N, 1)."""
+        raise NotImplementedError
+
+    def matrices(self) -> tuple[Tensor, Tensor] | None:
+        """W and R as matrices (groups, m, m), or None if R is a convolution of more than one tap, which no matrix inverts."""
         raise NotImplementedError
 
 
@@ -98,14 +88,13 @@ class SelfNormLinear(_LearnedInverse, DenseMap):
         super().__init__(features, bias)
         self.weight_inv = nn.Parameter(transposed(self.weight.detach()))
 
-    @in_full_precision
-    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
-        if self.symmetric or not usable(x, self.weight, self.weight_inv, self.bias):
-            return super().surrogate(x, context=context)
-        self.check_input(x)
-        self.example_shape = tuple(x.shape[1:])
-        collector = collector_for(self.weight, self.weight_inv)
-        return Surrogate(*_FusedSelfNormLinear.apply(x, self.weight, self.weight_inv, self.bias, collector))
+    def _fused(self, x: Tensor) -> Surrogate | None:
+        step = current_step()
+        if step.symmetric or not usable(x, self.weight, self.weight_inv, self.bias):
+            return None
+        from selfnorm.kernels.dense.selfnorm import FusedSelfNormLinear
+
+        return Surrogate(*FusedSelfNormLinear.apply(x, self.weight, self.weight_inv, self.bias, step))
 
     def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return _SelfNormLinear.apply(x, self.weight, self.weight_inv)
@@ -115,6 +104,9 @@ class SelfNormLinear(_LearnedInverse, DenseMap):
 
     def inverse_of(self, weight: Tensor) -> Tensor:
         return invert(describe(self), weight, Dense())
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        return self.weight[None], self.weight_inv[None]
 
 
 class SelfNormConv2d(_LearnedInverse, ConvMap):
@@ -158,24 +150,20 @@ class SelfNormConv2d(_LearnedInverse, ConvMap):
         super().check_shape(x)
         self.check_fit("inverse_kernel_size", self.inverse_kernel_size, x)
 
-    @in_full_precision
-    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
-        plain = self.symmetric or self.geometry != Geometry()
-        if plain or x.dim() != 4 or not usable(x, self.weight, self.weight_inv, self.bias):
-            return super().surrogate(x, context=context)
-        from selfnorm.kernels.conv.selfnorm import fits
+    def _fused(self, x: Tensor) -> Surrogate | None:
+        if current_step().symmetric or self.geometry != Geometry():
+            return None
+        if not usable(x, self.weight, self.weight_inv, self.bias) or not small_images(x, self.weight, self.weight_inv):
+            return None
+        from selfnorm.kernels.conv.selfnorm import FusedSelfNormConv2d
 
-        if not fits(x, self.weight, self.weight_inv):
-            return super().surrogate(x, context=context)
-        self.check_input(x)
-        self.example_shape = tuple(x.shape[1:])
-        return Surrogate(*_FusedSelfNormConv2d.apply(x, self.weight, self.weight_inv, self.bias))
+        return Surrogate(*FusedSelfNormConv2d.apply(x, self.weight, self.weight_inv, self.bias))
 
     def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return _SelfNormConv2d.apply(x, self.weight, self.weight_inv, *self.geometry)
 
     def apply_inverse(self, z: Tensor) -> Tensor:
-        return convolve_quickly(z, self.weight_inv, self.geometry)
+        return convolve_without_gradient(z, self.weight_inv, self.geometry)
 
     def inverse_of(self, weight: Tensor) -> Tensor:
         groups = self.geometry.groups
@@ -183,6 +171,12 @@ class SelfNormConv2d(_LearnedInverse, ConvMap):
             blocks = invert(describe(self), weight, PerPixel((self.channels, 1, 1), groups))
             return resize_kernel(blocks.flatten(0, 1)[:, :, None, None], self.inverse_kernel_size)
         return least_squares_inverse(weight, self.inverse_kernel_size, groups)
+
+    def matrices(self) -> tuple[Tensor, Tensor] | None:
+        if self.kernel_size != (1, 1) or self.inverse_kernel_size != (1, 1):
+            return None
+        form = PerPixel((self.channels, 1, 1), self.geometry.groups)
+        return form.blocks(self.weight), form.blocks(self.weight_inv)
 
 
 class _SelfNormLinear(torch.autograd.Function):
@@ -211,48 +205,9 @@ class _SelfNormLinear(torch.autograd.Function):
 def _times_transposed(scale: Tensor, matrix: Tensor) -> Tensor:
     """scale·matrixᵀ, contiguous."""
     rows = matrix.shape[0]
-    if matrix.device.type != "cpu" or rows > WIDE or rows % 64 == 0:
+    if matrix.device.type != "cpu" or rows > WIDEST_TRANSPOSED_VIEW or rows % 64 == 0:
         return transposed(matrix).mul_(scale)
     return torch.mul(matrix.mT, scale, out=matrix.new_empty(matrix.shape))
-
-
-class _FusedSelfNormLinear(torch.autograd.Function):
-    """x (N, D), W, R (D, D), b (D,) or None -> Wx + b and the rest of the above, by kernels: 4 products in 3 launches.
-
-    The other 2, the weights' gradients, go to a collector as factors, if there is one.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, W: Tensor, R: Tensor, b: Tensor | None, collector: Collector | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        from selfnorm.kernels.dense.products import affine, reconstruct
-
-        log_det = x.new_empty(x.shape[0])
-        z, out = affine(x, W, b, zeros=log_det)
-        with beside(z, x):  # the next layer waits for out alone
-            error, squares = reconstruct(z, R, x)
-        ctx.save_for_backward(x, z, error, W, R)
-        ctx.collector, ctx.weights, ctx.has_bias = collector, (W, R), b is not None
-        return out, log_det, squares
-
-    @staticmethod
-    @backward_in_full_precision
-    def backward(
-        ctx: Any, grad_z: Tensor, grad_log_det: Tensor, grad_reconstruction: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, None]:
-        refuse_second_derivative()
-        from selfnorm.kernels.dense.products import pull_back
-
-        x, z, error, W, R = ctx.saved_tensors
-        grad_x, towards_w, towards_r, grad_b = pull_back(grad_z, W, R, error, grad_reconstruction, ctx.has_bias)
-        W, R = ctx.weights  # the parameters themselves
-        record = PairRecord(W, R, towards_w, x, towards_r, z, grad_log_det)
-        if ctx.collector is not None and all(ctx.needs_input_grad[1:3]):
-            ctx.collector.append(record)
-            return grad_x, None, None, grad_b, None
-        grad_W, grad_R = record.gradients()
-        return grad_x, grad_W, grad_R, grad_b, None
 
 
 class _SelfNormConv2d(torch.autograd.Function):
@@ -288,31 +243,6 @@ class _SelfNormConv2d(torch.autograd.Function):
         grad_w = _kernel_terms(x, towards_w, r, w, half, geometry)
         grad_r = _kernel_terms(z, grad_error - grad_x / 2, w, r, -half, geometry)
         return grad_x, grad_w, grad_r, None, None, None
-
-
-class _FusedSelfNormConv2d(torch.autograd.Function):
-    """The same with w ⋆ x + b for w ⋆ x, by kernels for small images: one for the way there and two for the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, r: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        from selfnorm.kernels.conv.selfnorm import selfnorm_conv_forward
-
-        out, z, error, log_det, squares = selfnorm_conv_forward(x, w, r, b)
-        ctx.save_for_backward(x, z, error, w, r)
-        ctx.has_bias = b is not None
-        return out, log_det, squares
-
-    @staticmethod
-    @backward_in_full_precision
-    def backward(
-        ctx: Any, grad_z: Tensor, grad_log_det: Tensor, grad_reconstruction: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        refuse_second_derivative()
-        from selfnorm.kernels.conv.selfnorm import selfnorm_conv_backward
-
-        x, z, error, w, r = ctx.saved_tensors
-        grad_x, grad_w, grad_r, grad_b = selfnorm_conv_backward(x, z, error, w, r, grad_z, grad_log_det, grad_reconstruction)
-        return grad_x, grad_w, grad_r, grad_b if ctx.has_bias else None
 
 
 def _kernel_terms(x: Tensor, grad: Tensor, inverse: Tensor, kernel: Tensor, scale: Tensor, geometry: Geometry) -> Tensor:

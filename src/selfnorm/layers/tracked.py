@@ -1,12 +1,12 @@
-"""Layers whose inverse R is kept up with W by linear algebra instead of being learned.
+"""Layers whose inverse R follows W by linear algebra instead of being learned.
 
 After each optimiser step W has moved a little, and R follows: by one step of Newton–Schulz, R ← (2I − RW)R, which squares the
-error I − RW, or by sketch-and-project, the least change that makes R right on a few random vectors. Training then uses the exact
-gradient with R in place of W⁻¹: no λ, no reconstruction, no half of the gradient. An error that has left the region in which its
-tracker converges is met by a fresh factorisation, and counted.
+error I − RW, or by sketch-and-project, the smallest change that makes R right on a few random vectors. Training then uses the
+exact gradient with R in place of W⁻¹: no λ, no reconstruction, no halved gradient. If the error leaves the region in which the
+tracker converges, W is factorised again; `fallbacks` counts how often.
 
-R(2I − WR) is the same matrix, and I − WR has the same eigenvalues, if not the same norm. RW is the handier one: its rows are R's,
-and if W is a convolution then each is an image that lies in memory as it should.
+R(2I − WR) is the same matrix, and I − WR has the same eigenvalues, if not the same norm. RW is handier: its rows are R's, and if
+W is a convolution, each row is an image in its usual memory layout.
 """
 
 from __future__ import annotations
@@ -19,37 +19,29 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from selfnorm.bijection import Surrogate
-from selfnorm.kernels.dense.factored import Collector, SingleRecord, collector_for
+from selfnorm.bijection import InverseTracker, Surrogate
+from selfnorm.kernels.conv.choice import conv_kernels_fit, small_images
 from selfnorm.kernels.dispatch import allows_tf32, usable
-from selfnorm.layers.kept import KeptInverse
-from selfnorm.layers.linear import (
-    PLAIN,
-    ConvMap,
-    DenseMap,
-    FusedConv,
-    backward_in_full_precision,
-    convolve_quickly,
-    in_full_precision,
-    refuse_second_derivative,
-)
+from selfnorm.layers.kept_inverse import KeptInverse
+from selfnorm.layers.linear import ConvMap, DenseMap, convolve_without_gradient
 from selfnorm.linalg.blocks import Dense
-from selfnorm.linalg.convmatrix import convolve, flip, tap_sums
+from selfnorm.linalg.convmatrix import Geometry, convolve, flip, tap_sums
 from selfnorm.linalg.factors import invert, widen
 from selfnorm.linalg.iterations import sketch_and_project, transposed
+from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
 from selfnorm.runtime.checks import count, describe, expect_shape, pair
 from selfnorm.runtime.precision import full_float32
-from selfnorm.runtime.streams import beside, join
+from selfnorm.runtime.step import current_step
 
 Tracker = Literal["newton-schulz", "sketch"]
-LARGEST = 4096  # rows of a T(w) whose inverse is kept dense: 64 MiB in float32
+LARGEST_DENSE_INVERSE = 4096  # rows of T(w)⁻¹: 64 MiB in float32
 
 
 class _Tracked(KeptInverse):
-    """What tracking is, whatever the shape of W: R is the dense inverse (m, m) of the one block that W is made of. Abstract.
+    """Tracking, whatever the shape of W: R is the dense inverse (m, m) of the one block that W consists of. Abstract.
 
-    Buffers: weight_inv (m, m); fallbacks, how often R had to be factorised anew; residual, ‖I − RW‖_F as the last
-    `after_step` found it, before R followed (for sketching an estimate), and 0 after a factorisation.
+    Buffers: weight_inv (m, m); fallbacks, how often W had to be factorised again; residual, ‖I − RW‖_F as the last `after_step`
+    found it before R followed (an estimate for sketching), and 0 after a factorisation.
     """
 
     surrogate_is_exact = False
@@ -72,16 +64,24 @@ class _Tracked(KeptInverse):
         self.register_buffer("residual", torch.zeros(()), persistent=False)
 
     @property
-    def draws(self) -> bool:
-        """Whether `after_step` draws random numbers."""
+    def inverse_tracker(self) -> InverseTracker:
+        return self
+
+    @property
+    def draws_after_step(self) -> bool:  # type: ignore[override]
         return self.tracker == "sketch"
 
     @property
-    def largest_residual(self) -> float:
-        """The ‖I − RW‖_F from which on R is factorised anew.
+    def reads_inverse_late(self) -> bool:
+        """Whether a training step reads R in its update only."""
+        raise NotImplementedError
 
-        Newton–Schulz converges below 1. Sketching converges from anywhere, but an R that is off by a tenth in every direction is
-        of no use for a gradient.
+    @property
+    def largest_residual(self) -> float:
+        """The ‖I − RW‖_F from which on W is factorised again.
+
+        Newton–Schulz converges below 1. Sketching converges from anywhere, but an R that is off by a tenth in every direction
+        gives no useful gradient.
         """
         return 1.0 if self.tracker == "newton-schulz" else 0.1 * math.sqrt(self.weight_inv.shape[0])
 
@@ -94,31 +94,37 @@ class _Tracked(KeptInverse):
         raise NotImplementedError
 
     def pull_back(self, R: Tensor, scale: Tensor) -> Tensor:
-        """The weight's gradient of scale·log|det W|, if R is its inverse: scale·Rᵀ, summed over all places that hold a weight."""
+        """The weight's gradient of scale·log|det W| if R = W⁻¹: scale·Rᵀ, summed over all entries of W that a weight occupies."""
         raise NotImplementedError
 
-    @in_full_precision
-    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
-        self.check_input(x)
+    def _fused_error(self) -> tuple[Tensor, Tensor] | None:
+        """I − RW and partial sums of its squares by one kernel, or None if there is none for this layer."""
+        raise NotImplementedError
+
+    def _plain(self, x: Tensor) -> Surrogate:
         z = self.apply_weight(x) + self.broadcast_bias()
-        log_det = _LogDetOfTracked.apply(self.weight, self.weight_inv, self.pull_back, x.shape[0])
-        return Surrogate.exact(z, log_det)
+        return Surrogate.exact(z, _TrackedLogDet.apply(self.weight, self.weight_inv, self.pull_back, x.shape[0]))
+
+    def write_residual_to(self, entry: Tensor) -> None:
+        self.residual = entry
 
     def after_step(self, *, generator: torch.Generator | None = None) -> None:
-        """Let R follow W, and where it cannot, factorise. Reads the device, at each step: an R that is lost is no gradient.
+        """Lets R follow W, and factorises W where R cannot. Waits for the device at each step: a lost R gives a wrong gradient.
 
-        In a captured graph it does not look, and may still be at it when it returns: `streams.join` before reading R or residual.
+        While a graph is captured it does neither wait nor check: `join` the step before reading R or residual, and `settle` after
+        replays.
         """
+        step = current_step()
         with torch.autocast(self.weight.device.type, enabled=False):  # which would round R to half precision
-            with beside():  # layers need not wait for each other
+            with step.beside():  # layers need not wait for each other
                 self.track(generator=generator)
-            if not (self.weight.is_cuda and torch.cuda.is_current_stream_capturing()):  # who replays the graph has to look
-                join()
+            if not (self.weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+                step.join()
                 self.settle()
 
     @torch.no_grad()
     def track(self, *, generator: torch.Generator | None = None) -> None:
-        """Let R follow W, without waiting on the device. Where R is too far off it stays as it is, for `settle` to replace."""
+        """Lets R follow W, without waiting for the device. An R that is too far off stays as it is, for `settle` to replace."""
         R = self.weight_inv
         if self.tracker == "newton-schulz":
             if usable(self.weight, R, self.residual) and R.is_contiguous() and R.numel() < 2**30:
@@ -139,13 +145,16 @@ class _Tracked(KeptInverse):
             # ‖(I − RW)Q‖² is on average τ·‖I − RW‖² for white Q.
             residual = torch.linalg.vector_norm(missing) / math.sqrt(self.rank)
             followed = sketch_and_project(R, missing, WQ)
-            # An estimate that happens to be small must not hide an R that was lost before and has not been replaced.
+            # A small estimate must not hide an R that was lost before and has not been replaced.
             residual = torch.where(self.residual < self.largest_residual, residual, self.residual)
         self.residual.copy_(residual)
         torch.where(residual < self.largest_residual, followed, R, out=self.weight_inv)
 
     def error(self) -> tuple[Tensor, Tensor]:
         """I − RW and partial sums of its squares, by kernels."""
+        fused = self._fused_error()
+        if fused is not None:
+            return fused
         from selfnorm.kernels.dense.tracking import error_of
 
         with full_float32():
@@ -154,7 +163,7 @@ class _Tracked(KeptInverse):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Factorise W if its R was found too far off; reads the device."""
+        """Factorises W if `residual` says that R is lost; waits for the device."""
         residual = float(self.residual)
         if residual < self.largest_residual:  # a NaN is not
             return
@@ -164,15 +173,15 @@ class _Tracked(KeptInverse):
         if int(self.fallbacks) == 1:
             warnings.warn(
                 f"{describe(self)}: ‖I − RW‖ was {residual:.2g} after a step, above {self.largest_residual:.2g}, where "
-                f"{self.tracker} does not keep up; R was factorised anew. From now on only counted, in .fallbacks. If it is "
-                "often, the learning rate is too large, or W too ill-conditioned for its precision",
+                f"{self.tracker} cannot keep up; W was factorised again. Further cases are only counted, in .fallbacks. If there "
+                "are many, the learning rate is too large, or W too ill-conditioned for its precision",
                 RuntimeWarning,
                 stacklevel=3,
             )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         if prefix + "weight" in state_dict and prefix + "fallbacks" not in state_dict:
-            # A twin's state. Whatever inverse it brings was learned: compute our own.
+            # A twin's state: its inverse was learned, so compute our own.
             state_dict.pop(prefix + "weight_inv", None)
             state_dict[prefix + "fallbacks"] = torch.zeros_like(self.fallbacks)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
@@ -200,13 +209,16 @@ class TrackedLinear(_Tracked, DenseMap):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, tracker={self.tracker!r}"
 
-    @in_full_precision
-    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+    @property
+    def reads_inverse_late(self) -> bool:
+        return True  # the product with Rᵀ is part of the update
+
+    def _fused(self, x: Tensor) -> Surrogate | None:
         if not usable(x, self.weight, self.weight_inv, self.bias):
-            return super().surrogate(x, context=context)
-        self.check_input(x)
-        z, log_det = _FusedTrackedLinear.apply(x, self.weight, self.bias, self.weight_inv, collector_for(self.weight))
-        return Surrogate.exact(z, log_det)
+            return None
+        from selfnorm.kernels.dense.tracking import FusedTrackedLinear
+
+        return Surrogate.exact(*FusedTrackedLinear.apply(x, self.weight, self.bias, self.weight_inv, current_step()))
 
     def multiply(self, columns: Tensor) -> Tensor:
         return self.weight @ columns
@@ -214,11 +226,11 @@ class TrackedLinear(_Tracked, DenseMap):
     def multiply_rows(self, rows: Tensor) -> Tensor:
         return rows @ self.weight
 
-    def error(self) -> tuple[Tensor, Tensor]:
+    def _fused_error(self) -> tuple[Tensor, Tensor] | None:
+        if not allows_tf32():  # then cuBLAS is as fast as the hardware allows
+            return None
         from selfnorm.kernels.dense.tracking import error_of_matrix
 
-        if not allows_tf32():  # then cuBLAS is as fast as the units allow
-            return super().error()
         return error_of_matrix(self.weight_inv, self.weight)
 
     def pull_back(self, R: Tensor, scale: Tensor) -> Tensor:
@@ -259,9 +271,9 @@ class TrackedConv2d(_Tracked, ConvMap):
         super().__init__(channels, kernel_size, bias=bias)
         self.size = pair("TrackedConv2d", "size", size)
         dimensions = self.channels * math.prod(self.size)
-        if self.kernel_size != (1, 1) and dimensions > LARGEST:
+        if self.kernel_size != (1, 1) and dimensions > LARGEST_DENSE_INVERSE:
             raise ValueError(
-                f"TrackedConv2d: expected at most {LARGEST} dimensions, since T(w)⁻¹ is kept as a dense matrix, got {dimensions} "
+                f"TrackedConv2d: expected at most {LARGEST_DENSE_INVERSE} dimensions, since T(w)⁻¹ is kept as a dense matrix, got {dimensions} "
                 f"({self.channels}×{self.size[0]}×{self.size[1]}); use SelfNormConv2d there"
             )
         self._start_tracking(tracker, rank)
@@ -274,13 +286,16 @@ class TrackedConv2d(_Tracked, ConvMap):
     def check_shape(self, x: Tensor) -> None:
         expect_shape(self, x, self.channels, *self.size)
 
-    @in_full_precision
-    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
-        self.check_input(x)
-        if not usable(x, self.weight, self.weight_inv, self.bias) or not FusedConv.takes(x, self.weight, self.bias):
-            return super().surrogate(x, context=context)
-        z, log_det = _FusedTrackedConv2d.apply(x, self.weight, self.bias, self.weight_inv)
-        return Surrogate.exact(z, log_det)
+    @property
+    def reads_inverse_late(self) -> bool:
+        return False  # the forward pass sums R's entries tap by tap
+
+    def _fused(self, x: Tensor) -> Surrogate | None:
+        if not usable(x, self.weight, self.weight_inv, self.bias) or not conv_kernels_fit(x, self.weight, self.bias):
+            return None
+        from selfnorm.kernels.conv.tracked import FusedTrackedConv2d
+
+        return Surrogate.exact(*FusedTrackedConv2d.apply(x, self.weight, self.bias, self.weight_inv))
 
     def multiply(self, columns: Tensor) -> Tensor:
         if self.kernel_size == (1, 1):
@@ -294,13 +309,11 @@ class TrackedConv2d(_Tracked, ConvMap):
         images = rows.unflatten(1, (self.channels, *self.size))
         return convolve(images, flip(self.weight), self.geometry).flatten(1)
 
-    def error(self) -> tuple[Tensor, Tensor]:
-        from selfnorm.kernels.conv.selfnorm import fits
-        from selfnorm.kernels.dense.tracking import error_of_convolution
+    def _fused_error(self) -> tuple[Tensor, Tensor] | None:
+        if self.kernel_size == (1, 1) or not small_images(self.weight_inv.view(-1, self.channels, *self.size), self.weight):
+            return None
+        from selfnorm.kernels.conv.tracked import error_of_convolution
 
-        images = self.weight_inv.view(-1, self.channels, *self.size) if self.kernel_size != (1, 1) else None
-        if images is None or not fits(images, self.weight):
-            return super().error()
         return error_of_convolution(self.weight_inv, self.weight, self.size)
 
     def pull_back(self, R: Tensor, scale: Tensor) -> Tensor:
@@ -310,7 +323,7 @@ class TrackedConv2d(_Tracked, ConvMap):
 
     def apply_inverse(self, z: Tensor) -> Tensor:
         if self.kernel_size == (1, 1):
-            return convolve_quickly(z, self.weight_inv[:, :, None, None], PLAIN)
+            return convolve_without_gradient(z, self.weight_inv[:, :, None, None], Geometry())
         return (z.flatten(1) @ self.weight_inv.mT).view_as(z)
 
     def inverse_of(self, weight: Tensor) -> Tensor:
@@ -318,7 +331,7 @@ class TrackedConv2d(_Tracked, ConvMap):
         return invert(describe(self), weight, self.form(example))[0]
 
 
-class _LogDetOfTracked(torch.autograd.Function):
+class _TrackedLogDet(torch.autograd.Function):
     """weight, R, pull_back, N -> zeros (N,) whose gradient for the weight is that of log|det W|, with R for W⁻¹."""
 
     @staticmethod
@@ -333,72 +346,3 @@ class _LogDetOfTracked(torch.autograd.Function):
         refuse_second_derivative()
         (R,) = ctx.saved_tensors
         return ctx.pull_back(R, grad.sum()), None, None, None
-
-
-class _FusedTrackedLinear(torch.autograd.Function):
-    """x (N, D), W, b (D,) or None, R -> Wx + b and the zeros above, by kernels: 2 products in 2 launches.
-
-    The third, W's gradient, goes to a collector as factors, if there is one.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, W: Tensor, b: Tensor | None, R: Tensor, collector: Collector | None
-    ) -> tuple[Tensor, Tensor]:
-        from selfnorm.kernels.dense.products import affine
-
-        log_det = x.new_empty(x.shape[0])
-        _, z = affine(x, W, b, zeros=log_det)
-        ctx.save_for_backward(x, W, R)
-        ctx.collector, ctx.weight = collector, W
-        return z, log_det
-
-    @staticmethod
-    @backward_in_full_precision
-    def backward(
-        ctx: Any, grad_z: Tensor, grad_log_det: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        refuse_second_derivative()
-        from selfnorm.kernels.dense.products import times
-        from selfnorm.kernels.dense.relative import bias_gradient
-
-        x, W, R = ctx.saved_tensors
-        grad_x = times(grad_z, W)[0] if ctx.needs_input_grad[0] else None
-        grad_b = bias_gradient(grad_z) if ctx.needs_input_grad[2] else None
-        record = SingleRecord(ctx.weight, grad_z, x, R, True, grad_log_det)
-        if ctx.collector is not None and ctx.needs_input_grad[1]:
-            ctx.collector.append(record)
-            return grad_x, None, grad_b, None, None
-        return grad_x, record.gradients()[0], grad_b, None, None
-
-
-class _FusedTrackedConv2d(torch.autograd.Function):
-    """x (N, C, H, W), w, b (C,) or None, R -> w ⋆ x + b and the zeros above, by kernels: one for the way there, two back.
-
-    R's share of the gradient is made beside the way there.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, R: Tensor) -> tuple[Tensor, Tensor]:
-        from selfnorm.kernels.conv.plain import plain_forward
-        from selfnorm.kernels.dense.tracking import tap_means
-
-        # In one piece, so that what lives as long as log_det is all there when the branch writes to it.
-        log_det, of_log_det = x.new_empty(x.shape[0] + w.numel()).tensor_split([x.shape[0]])
-        of_log_det = of_log_det.view(w.shape)
-        with beside():  # nobody needs either before the end
-            tap_means(R, w, (x.shape[2], x.shape[3]), of_log_det, log_det)
-        ctx.save_for_backward(x, w, of_log_det)
-        return plain_forward(x, w, b)[0], log_det
-
-    @staticmethod
-    @backward_in_full_precision
-    def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None]:
-        refuse_second_derivative()
-        from selfnorm.kernels.conv.plain import plain_backward
-
-        x, w, of_log_det = ctx.saved_tensors
-        grad_x, grad_w, grad_b = plain_backward(
-            x, w, grad_z, grad_log_det=grad_log_det, inverse_transposed=of_log_det, wants_x=ctx.needs_input_grad[0]
-        )
-        return grad_x, grad_w, grad_b if ctx.needs_input_grad[2] else None, None

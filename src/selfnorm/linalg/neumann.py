@@ -1,4 +1,4 @@
-"""The log-determinant's gradient without the learned inverse's bias: Rᵀ plus a randomly truncated Neumann tail.
+"""The log-determinant's gradient without the learned inverse's bias: Rᵀ plus a randomly truncated Neumann series.
 
 With E = I − RW, the exact inverse is a series of products with W and R, W⁻¹ = Σ_{k≥0} EᵏR, if and only if ρ(E) < 1. A
 self-normalizing layer uses its first term already. The others are estimated from white noise v, up to a random N with
@@ -22,20 +22,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from selfnorm.layers.linear import in_full_precision
-from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
+from selfnorm.linalg.learned import LearnedInverse
+from selfnorm.runtime.autograd import in_full_precision
 from selfnorm.runtime.checks import count, describe, event_shape
 
-# What `spectral_radius` iterates at once: the growth of one start would swing with the phase of a complex pair.
+# Vectors that `spectral_radius` iterates together: the growth of a single one oscillates with the phase of a complex pair.
 STARTS = 8
 
 
 class InfiniteVarianceError(ValueError):
-    """A debiased gradient was asked of a learned inverse that is too far off."""
+    """Raised when a learned inverse is too far off for a debiased gradient of finite variance."""
 
 
 def draw_terms(probes: int, keep: float, generator: torch.Generator | None = None) -> list[int]:
-    """N for each probe, P(N ≥ k) = qᵏ with q = keep, from a CPU generator: it is the host that asks for N products.
+    """N for each probe, with P(N ≥ k) = qᵏ and q = keep, from a CPU generator, since the host launches the N products.
 
     >>> draw_terms(8, keep=0.5, generator=torch.Generator().manual_seed(0))
     [5, 1, 0, 3, 1, 2, 0, 0]
@@ -47,15 +47,16 @@ def draw_terms(probes: int, keep: float, generator: torch.Generator | None = Non
 
 
 @in_full_precision
-def neumann_tail(layer: SelfNormLinear | SelfNormConv2d, probes: Tensor, *, terms: Sequence[int], keep: float) -> Tensor:
+def neumann_tail(layer: LearnedInverse, probes: Tensor, *, terms: Sequence[int], keep: float) -> Tensor:
     """A zero whose gradient for W is the mean of vuᵀ over probes, an estimate of W⁻ᵀ − Rᵀ; R and all else get none.
 
     probes:  white noise v, a batch (P, …) of the layer's examples.
-    terms:   N for each probe, from `draw_terms` with the same keep. Their order is of no account, as noise is all alike.
+    terms:   N for each probe, from `draw_terms` with the same keep; the order does not matter.
 
     The layer's `surrogate` has ½Rᵀ for W, so a loss with −mean(log_det) adds −½ of this. Cost: 3 + 2N products a probe, one of
     them in the backward pass. Never waits on the device.
 
+    >>> from selfnorm import SelfNormLinear
     >>> layer, probes = SelfNormLinear(3), torch.randn(8, 3)
     >>> tail = neumann_tail(layer, probes, terms=draw_terms(8, 0.5), keep=0.5)
     >>> tail.item(), torch.autograd.grad(tail, layer.weight)[0].shape
@@ -72,7 +73,7 @@ def neumann_tail(layer: SelfNormLinear | SelfNormConv2d, probes: Tensor, *, term
     with torch.no_grad():
         power = layer.apply_inverse(probes)
         total = torch.zeros_like(power)
-        # The first probes get the longest sums: what is left to do is then a slice, and no mask has to go to the device.
+        # The first probes get the longest sums, so that the remaining ones are a slice and no mask goes to the device.
         for k in range(1, max(terms) + 1):
             longer = sum(n >= k for n in terms)
             power = _error(layer, power[:longer])
@@ -83,7 +84,7 @@ def neumann_tail(layer: SelfNormLinear | SelfNormConv2d, probes: Tensor, *, term
 
 @torch.no_grad()
 def spectral_radius(
-    layer: SelfNormLinear | SelfNormConv2d,
+    layer: LearnedInverse,
     shape: int | Sequence[int],
     iterations: int = 200,
     generator: torch.Generator | None = None,
@@ -106,12 +107,12 @@ def spectral_radius(
     return float(torch.stack(growth[iterations // 2 :]).log().mean().exp())
 
 
-def expect_finite_variance(layer: SelfNormLinear | SelfNormConv2d, radius: float, keep: float) -> None:
-    """Refuse to debias a layer with ρ(I − RW) = radius if that has infinite variance, or no limit at all."""
+def expect_finite_variance(layer: LearnedInverse, radius: float, keep: float) -> None:
+    """Raises `InfiniteVarianceError` unless a layer with ρ(I − RW) = radius can be debiased with finite variance."""
     keep = expect_probability("expect_finite_variance", keep)
     if radius**2 < keep:
         return
-    nearer = "bring R nearer to the inverse first, by polishing it or by a larger weight λ of the reconstruction"
+    nearer = "bring R nearer to the inverse first, by polishing it or by a larger reconstruction_weight"
     if radius < 1:
         what = "at which the debiased gradient has infinite variance"
         advice = f"{nearer}, or raise keep above {radius**2:.3g}"
@@ -124,13 +125,13 @@ def expect_finite_variance(layer: SelfNormLinear | SelfNormConv2d, radius: float
 
 
 @in_full_precision
-def _error(layer: SelfNormLinear | SelfNormConv2d, x: Tensor) -> Tensor:
+def _error(layer: LearnedInverse, x: Tensor) -> Tensor:
     """Ex = x − RWx."""
     return x - layer.apply_inverse(layer.apply_weight(x))
 
 
 def expect_probability(who: str, keep: float) -> float:
-    """Refuse a keep that is none."""
+    """Raises ValueError unless 0 < keep < 1."""
     if not 0 < keep < 1:
-        raise ValueError(f"{who}: expected keep, the probability of one term more, between 0 and 1, got {keep}")
+        raise ValueError(f"{who}: expected keep, the probability of one more term, between 0 and 1, got {keep}")
     return float(keep)

@@ -1,41 +1,41 @@
-"""One step of linear algebra on a learned inverse, now and then, so that it cannot drift where the data says nothing of it.
+"""Polishes: linear algebra that moves a learned inverse R towards W⁻¹ every few hundred steps.
 
-Gradients move R only where the data has variance; in the directions that are left its error may grow unseen. A polish looks at W
-alone. It moves R, never W, and costs what it costs once every so many steps.
+Gradients correct R only where the data varies; in all other directions its error may grow unseen. A polish depends on W alone. It
+changes R, never W.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
-from selfnorm.linalg.blocks import PerPixel, ZeroPadded
+from selfnorm.linalg.blocks import ZeroPadded
 from selfnorm.linalg.convmatrix import tap_counts, tap_sums
 from selfnorm.linalg.factors import invert, widen
+from selfnorm.linalg.learned import LearnedInverse, LearnedKernel
 from selfnorm.linalg.iterations import newton_schulz, sketch_and_project
 from selfnorm.runtime.checks import describe
 
-SelfNormLayer = SelfNormLinear | SelfNormConv2d
-DIRECTIONS = 8  # that the low-rank polish mends: errors were seen to sit in a handful
-LARGEST = 4096  # rows of a T(w) to factorise
+DIRECTIONS = 8  # that the low-rank polish corrects: measured errors lie in a handful
+LARGEST_FACTORISED = 4096  # rows of a T(w)
 
 
 @torch.no_grad()
-def polish_inverse(layer: SelfNormLayer, method: str, generator: torch.Generator | None = None) -> None:
-    """Move a layer's R towards W⁻¹ by a method of `POLISHES`, in place."""
+def polish_inverse(layer: LearnedInverse, method: str, generator: torch.Generator | None = None) -> None:
+    """Moves a layer's R towards W⁻¹ by a method of `POLISHES`, in place."""
     with torch.autocast(layer.weight.device.type, enabled=False):  # which would round R to half precision
         layer.weight_inv.copy_(POLISHES[method](layer, generator))
 
 
-def expect_polish(method: str, layers: Iterable[SelfNormLayer]) -> None:
-    """Refuse a method that there is not, or that does not suit one of the layers."""
+def expect_polish(method: str, layers: Iterable[LearnedInverse]) -> None:
+    """Raises ValueError for an unknown method, or one that does not suit one of the layers."""
     if method not in POLISHES:
         raise ValueError(f"polish: expected one of {', '.join(POLISHES)}, got {method!r}")
-    kernels = [layer for layer in layers if _is_kernel(layer)]
+    kernels = [layer for layer in layers if layer.matrices() is None]
     if kernels and method in ("newton-schulz", "low-rank"):
         raise ValueError(
             f"polish: expected least-squares or tap-mean for {describe(kernels[0])}, whose learned inverse is a kernel and not a "
@@ -43,26 +43,27 @@ def expect_polish(method: str, layers: Iterable[SelfNormLayer]) -> None:
         )
 
 
-def expect_tap_mean(layer: SelfNormLayer) -> None:
-    """Refuse a tap-mean for a layer whose images are not known, or too large."""
-    if not isinstance(layer, SelfNormConv2d) or not _is_kernel(layer):
+def expect_tap_mean(layer: LearnedInverse) -> None:
+    """Raises ValueError for a tap-mean of a layer whose image size is unknown or too large."""
+    kernel = _as_kernel(layer)
+    if kernel is None:
         return
     if not layer.example_shape:
         raise ValueError(
             f"{describe(layer)}: expected to know the image's size for a tap-mean, got none; call surrogate(x) first"
         )
-    groups = layer.geometry.groups
-    if math.prod(layer.example_shape) // groups > LARGEST:
+    groups = kernel.geometry.groups
+    if math.prod(layer.example_shape) // groups > LARGEST_FACTORISED:
         size = "×".join(map(str, layer.example_shape))
         raise ValueError(
-            f"{describe(layer)}: expected images of at most {LARGEST} dimensions a group for a tap-mean, which factorises T(w), "
+            f"{describe(layer)}: expected images of at most {LARGEST_FACTORISED} dimensions a group for a tap-mean, which factorises T(w), "
             f"got {size} in {groups}; use polish=least-squares"
         )
 
 
-def _newton_schulz(layer: SelfNormLayer, generator: torch.Generator | None) -> Tensor:
-    """R(2I − WR): squares the error I − WR. An R that is further off than 1 it would make worse, and leaves. 4D³ operations."""
-    W, R = _blocks(layer)
+def _newton_schulz(layer: LearnedInverse, generator: torch.Generator | None) -> Tensor:
+    """R(2I − WR), which squares the error I − WR; R itself where ‖I − WR‖ ≥ 1, which this would make worse. 4D³ operations."""
+    W, R = _matrices(layer)
     error = -(W @ R)
     error.diagonal(dim1=-2, dim2=-1).add_(1)
     near = torch.linalg.matrix_norm(error, keepdim=True) < 1
@@ -70,20 +71,20 @@ def _newton_schulz(layer: SelfNormLayer, generator: torch.Generator | None) -> T
     return torch.where(near, polished, R).reshape(layer.weight_inv.shape)
 
 
-def _low_rank(layer: SelfNormLayer, generator: torch.Generator | None) -> Tensor:
-    """Mend R in the few directions in which WR − I is largest. O(D²)."""
-    mended = [_mend_largest(W, R, generator) for W, R in zip(*_blocks(layer), strict=True)]
-    return torch.stack(mended).reshape(layer.weight_inv.shape)
+def _low_rank(layer: LearnedInverse, generator: torch.Generator | None) -> Tensor:
+    """R, corrected in the few directions in which WR − I is largest. O(D²)."""
+    corrected = [_correct_largest(W, R, generator) for W, R in zip(*_matrices(layer), strict=True)]
+    return torch.stack(corrected).reshape(layer.weight_inv.shape)
 
 
-def _mend_largest(W: Tensor, R: Tensor, generator: torch.Generator | None) -> Tensor:
+def _correct_largest(W: Tensor, R: Tensor, generator: torch.Generator | None) -> Tensor:
     # V, the right singular vectors of I − WR with the largest values, by two steps of subspace iteration.
     V = torch.randn(W.shape[0], min(DIRECTIONS, W.shape[0]), generator=generator, dtype=W.dtype, device=W.device)
     for _ in range(2):
         error = V - W @ (R @ V)
         V = _orthonormal(error - R.mT @ (W.mT @ error))
     # R is right on V if it undoes W on Q = W⁻¹V. Of that the span of WᵀV, (WᵀW)WᵀV, (WᵀW)²WᵀV, as conjugate gradients would
-    # use, is near enough. The first alone mended a tenth as much where W was ill-conditioned.
+    # use, is near enough. The first alone corrected a tenth as much where W was ill-conditioned.
     krylov = [_orthonormal(W.mT @ V)]
     for _ in range(2):
         krylov.append(_orthonormal(W.mT @ (W @ krylov[-1])))
@@ -97,33 +98,131 @@ def _orthonormal(columns: Tensor) -> Tensor:
     return basis
 
 
-def _least_squares(layer: SelfNormLayer, generator: torch.Generator | None) -> Tensor:
+def _least_squares(layer: LearnedInverse, generator: torch.Generator | None) -> Tensor:
     """The R of its size that minimises ‖RW − I‖, for k×k kernels away from the border; else W⁻¹. A factorisation."""
     return layer.inverse_of(widen(layer.weight))
 
 
-def _tap_mean(layer: SelfNormLayer, generator: torch.Generator | None) -> Tensor:
+def _tap_mean(layer: LearnedInverse, generator: torch.Generator | None) -> Tensor:
     """For a k×k kernel r, each tap the mean of T(w)⁻¹'s entries where T(r) holds it; else W⁻¹. A factorisation of T(w).
 
     T(r)ᵀ, as w sees it, is then T(w)⁻ᵀ, border and all: the log-determinant's gradient is the exact one. As an inverse r is no
     better for it.
     """
     expect_tap_mean(layer)
-    if not isinstance(layer, SelfNormConv2d) or not _is_kernel(layer):
+    kernel = _as_kernel(layer)
+    if kernel is None:
         return layer.inverse_of(widen(layer.weight))
     channels, height, width = layer.example_shape
-    geometry, size, kernel_size = layer.geometry, (height, width), layer.inverse_kernel_size
+    geometry, size, kernel_size = kernel.geometry, (height, width), kernel.inverse_kernel_size
     inverse = invert(describe(layer), widen(layer.weight), ZeroPadded((channels, height, width), geometry))
     counts = tap_counts(kernel_size, size, geometry, inverse.device).clamp(min=1)  # a tap that no pixel uses has a sum of 0
     return tap_sums(inverse, kernel_size, size, geometry) / counts
 
 
-def _is_kernel(layer: SelfNormLayer) -> bool:
+def _as_kernel(layer: LearnedInverse) -> LearnedKernel | None:
+    return cast(LearnedKernel, layer) if layer.matrices() is None else None
+
+
+def _matrices(layer: LearnedInverse) -> tuple[Tensor, Tensor]:
+    matrices = layer.matrices()
+    assert matrices is not None  # `expect_polish` has refused kernels
+    return matrices
+
+
+POLISHES:
+        raise ValueError(f"polish: expected one of {', '.join(POLISHES)}, got {method!r}")
+    kernels = [layer for layer in layers if layer.matrices() is None]
+    if kernels and method in ("newton-schulz", "low-rank"):
+        raise ValueError(
+            f"polish: expected least-squares or tap-mean for {describe(kernels[0])}, whose learned inverse is a kernel and not a "
+            f"matrix, got {method}"
+        )
+
+
+def expect_tap_mean(layer: LearnedInverse) -> None:
+    """Raises ValueError for a tap-mean of a layer whose image size is unknown or too large."""
+    kernel = _as_kernel(layer)
+    if kernel is None:
+        return
+    if not layer.example_shape:
+        raise ValueError(
+            f"{describe(layer)}: expected to know the image's size for a tap-mean, got none; call surrogate(x) first"
+        )
+    groups = kernel.geometry.groups
+    if math.prod(layer.example_shape) // groups > LARGEST_FACTORISED:
+        size = "×".join(map(str, layer.example_shape))
+        raise ValueError(
+            f"{describe(layer)}: expected images of at most {LARGEST_FACTORISED} dimensions a group for a tap-mean, which factorises T(w), "
+            f"got {size} in {groups}; use polish=least-squares"
+        )
+
+
+def _newton_schulz(layer: LearnedInverse, generator: torch.Generator | None) -> Tensor:
+    """R(2I − WR), which squares the error I − WR; R itself where ‖I − WR‖ ≥ 1, which this would make worse. 4D³ operations."""
+    W, R = _matrices(layer)
+    error = -(W @ R)
+    error.diagonal(dim1=-2, dim2=-1).add_(1)
+    near = torch.linalg.matrix_norm(error, keepdim=True) < 1
+    polished = torch.stack([newton_schulz(*pair) for pair in zip(R, error, strict=True)])
+    return torch.where(near, polished, R).reshape(layer.weight_inv.shape)
+
+
+def _low_rank(layer: LearnedInverse, generator: torch.Generator | None) -> Tensor:
+    """R, corrected in the few directions in which WR − I is largest. O(D²)."""
+    corrected = [_correct_largest(W, R, generator) for W, R in zip(*_matrices(layer), strict=True)]
+    return torch.stack(corrected).reshape(layer.weight_inv.shape)
+
+
+def _correct_largest(W: Tensor, R: Tensor, generator: torch.Generator | None) -> Tensor:
+    # V, the right singular vectors of I − WR with the largest values, by two steps of subspace iteration.
+    V = torch.randn(W.shape[0], min(DIRECTIONS, W.shape[0]), generator=generator, dtype=W.dtype, device=W.device)
+    for _ in range(2):
+        error = V - W @ (R @ V)
+        V = _orthonormal(error - R.mT @ (W.mT @ error))
+    # R is right on V if it undoes W on Q = W⁻¹V. Of that the span of WᵀV, (WᵀW)WᵀV, (WᵀW)²WᵀV, as conjugate gradients would
+    # use, is near enough. The first alone corrected a tenth as much where W was ill-conditioned.
+    krylov = [_orthonormal(W.mT @ V)]
+    for _ in range(2):
+        krylov.append(_orthonormal(W.mT @ (W @ krylov[-1])))
+    Q = _orthonormal(torch.cat(krylov, 1))
+    WQ = W @ Q
+    return sketch_and_project(R, Q - R @ WQ, WQ)
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    basis: Tensor = torch.linalg.qr(columns).Q
+    return basis
+
+
+def _least_squares(layer: LearnedInverse, generator: torch.Generator | None) -> Tensor:
+    """The R of its size that minimises ‖RW − I‖, for k×k kernels away from the border; else W⁻¹. A factorisation."""
+    return layer.inverse_of(widen(layer.weight))
+
+
+def _tap_mean(layer: LearnedInverse, generator: torch.Generator | None) -> Tensor:
+    """For a k×k kernel r, each tap the mean of T(w)⁻¹'s entries where T(r) holds it; else W⁻¹. A factorisation of T(w).
+
+    T(r)ᵀ, as w sees it, is then T(w)⁻ᵀ, border and all: the log-determinant's gradient is the exact one. As an inverse r is no
+    better for it.
+    """
+    expect_tap_mean(layer)
+    kernel = _as_kernel(layer)
+    if kernel is None:
+        return layer.inverse_of(widen(layer.weight))
+    channels, height, width = layer.example_shape
+    geometry, size, kernel_size = kernel.geometry, (height, width), kernel.inverse_kernel_size
+    inverse = invert(describe(layer), widen(layer.weight), ZeroPadded((channels, height, width), geometry))
+    counts = tap_counts(kernel_size, size, geometry, inverse.device).clamp(min=1)  # a tap that no pixel uses has a sum of 0
+    return tap_sums(inverse, kernel_size, size, geometry) / counts
+
+
+def _is_kernel(layer: LearnedInverse) -> bool:
     """Whether R is a convolution of more than one tap, of which no matrix of its own size is the inverse."""
     return isinstance(layer, SelfNormConv2d) and math.prod(layer.kernel_size) * math.prod(layer.inverse_kernel_size) > 1
 
 
-def _blocks(layer: SelfNormLayer) -> tuple[Tensor, Tensor]:
+def _blocks(layer: LearnedInverse) -> tuple[Tensor, Tensor]:
     """W and R as matrices (groups, m, m)."""
     if isinstance(layer, SelfNormLinear):
         return layer.weight[None], layer.weight_inv[None]
@@ -131,7 +230,7 @@ def _blocks(layer: SelfNormLayer) -> tuple[Tensor, Tensor]:
     return form.blocks(layer.weight), form.blocks(layer.weight_inv)
 
 
-POLISHES: dict[str, Callable[[SelfNormLayer, torch.Generator | None], Tensor]] = {
+POLISHES: dict[str, Callable[[LearnedInverse, torch.Generator | None], Tensor]] = {
     "newton-schulz": _newton_schulz,
     "low-rank": _low_rank,
     "least-squares": _least_squares,

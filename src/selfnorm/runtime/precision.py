@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-Precision = Literal["float32", "tf32", "bf16"]
-PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+from selfnorm.runtime.step import Precision, current_step, step_context
 
-_networks_in_bf16 = False
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 
 @contextmanager
@@ -31,20 +30,15 @@ def precision(value: Precision) -> Iterator[None]:
     ...     networks_in_bf16()
     True
     """
-    global _networks_in_bf16
     if value not in PRECISIONS:
         raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}, got {value!r}")
-    before, _networks_in_bf16 = _networks_in_bf16, value == "bf16"
-    try:
-        with _rounding(value != "float32"):
-            yield
-    finally:
-        _networks_in_bf16 = before
+    with step_context(precision=value), _rounding(value != "float32"):
+        yield
 
 
 def networks_in_bf16() -> bool:
     """Whether coupling networks are to work in bfloat16."""
-    return _networks_in_bf16
+    return current_step().precision == "bf16"
 
 
 def products_in_tf32() -> bool:

@@ -1,9 +1,9 @@
-"""Steps as CUDA graphs: a small step takes the host far longer to ask for, kernel by kernel, than the device to do.
+"""`CapturedStep`: training steps as CUDA graphs, since launching a small step takes the host longer than running it the device.
 
-The batches of a whole block of steps are made at once by one graph: gathered, augmented, dequantised, and sent through the layers
-in front that have nothing to train. Another graph holds several training steps: loss, backward, clipping, Adam, trackers,
-multipliers. Learning rates, λ, counters and flags are tensors on the device, so that the host only sets them and asks for the
-next replay. It sets seeds in the same way, which gives a step the noise that the eager step would have.
+One graph makes the batches of a whole block of steps: it gathers, augments and dequantises them, and sends them through the
+leading layers that have no parameters. Another graph holds several training steps: loss, backward pass, clipping, Adam, trackers,
+multipliers. Learning rates, λ, counters and flags are tensors on the device; the host sets them and launches the next replay. It
+sets seeds in the same way, so that a step has the same noise as the eager step.
 """
 
 from __future__ import annotations
@@ -14,54 +14,55 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from selfnorm.bijection import InverseTracker
 from selfnorm.data.batches import TrainingBatches, seed_of
-from selfnorm.kernels.dense.factored import factored_gradients
 from selfnorm.kernels.dispatch import usable
-from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
 from selfnorm.objective import Fixed, Loss, Metrics
+from selfnorm.runtime.gradients import collected_gradients
 from selfnorm.runtime.graphs import capturing
-from selfnorm.runtime.streams import Branches, beside, branching
-from selfnorm.train.step import BETAS, EPS, adam_state, adam_tensors, unmarked
+from selfnorm.runtime.streams import Branches, branching
+from selfnorm.train.adam import GuardedAdam
+from selfnorm.train.step import no_mark
 
-# The first steps run as they are: they compile kernels and make libraries allocate what cannot be allocated in a capture.
-WARM_UP = 3
-# Modules times steps in one graph. A graph of a few thousand kernels is quick to make; with more steps it would gain nothing.
+# Steps that run uncaptured first: they compile kernels, and libraries allocate what cannot be allocated during a capture.
+EAGER_STEPS = 3
+# Modules times steps in one graph. A graph of a few thousand kernels is quick to make; more steps would gain nothing.
 GRAPH_MODULES = 2000
 
 
 def can_be_captured(loss: Loss, batches: TrainingBatches) -> bool:
-    """Whether the steps can run as graphs: on a GPU, in float32, and with nothing in them that the host has to decide."""
+    """Whether the steps can run as graphs: on a GPU, in float32, and without anything that the host has to decide."""
     single = all(parameter.dtype == torch.float32 for parameter in loss.parameters())
     return batches.examples.device.type == "cuda" and single and loss.polish is None and not loss.debias
 
 
 class CapturedStep:
-    """A `Step` that takes several steps a call and never reads the device. On a CPU the same without graphs, for tests."""
+    """A `Step` that takes several steps a call and never waits for the device. On a CPU it does the same without graphs, for tests."""
 
     def __init__(self, loss: Loss, optimizer: torch.optim.Adam, batches: TrainingBatches, clip: float | None) -> None:
-        self.loss, self.optimizer, self.batches, self.clip = loss, optimizer, batches, clip
-        self.front, self._flow = loss.flow.in_two()
-        # Large ones first: torch's kernels for many tensors take some 36 of them a launch and 65,536 numbers a processor, so that
-        # small tensors among the large ones would leave most of the card idle.
+        self.loss, self.batches = loss, batches
+        self.front, self._rest = loss.flow.split_front()
+        # Large parameters first: torch's kernels for many tensors take some 36 of them a launch and 65,536 numbers a processor, so
+        # that small tensors between large ones would leave most of the card idle.
         trained = (parameter for parameter in loss.parameters() if parameter.requires_grad)
-        self._parameters = sorted(trained, key=Tensor.numel, reverse=True)
-        self._tracked = [module for module in loss.modules() if isinstance(module, TrackedLinear | TrackedConv2d)]
+        self._adam = GuardedAdam(optimizer, sorted(trained, key=Tensor.numel, reverse=True), clip)
+        self.failed, self.lost = self._adam.flags.failed, self._adam.flags.lost
+        self._trackers = list(loss.flow.inverse_trackers().values())
+        self._limits = self.failed.new_tensor([tracker.largest_residual for tracker in self._trackers])
+        self._residuals = _shared_residuals(self._trackers, self._limits)
+        # Where R is not read before the next update, its tracker may run during the next forward and backward pass.
+        late = all(tracker.reads_inverse_late for tracker in self._trackers)
+        self._tracks_late = clip is None and usable(self.failed) and late
         self._several = _steps_per_graph(batches.block, sum(1 for _ in loss.modules()))
         self._taken = 0
-        self.mark: Callable[..., None] = unmarked
+        self.mark: Callable[..., None] = no_mark
         self._graphs = _Graphs(batches.examples.device)
-        self._branches, self._trackers = (Branches(batches.examples.device) for _ in range(2))
-        zeros = self._parameters[0].detach().new_zeros
-        self.failed, self.lost, self._late_failure, self._frozen = (zeros(()) for _ in range(4))
-        self._step = shared_step(optimizer, self._parameters)
+        self._branches, self._tracker_branches = (Branches(batches.examples.device) for _ in range(2))
+        zeros = self.failed.new_zeros
         self._one = zeros(()) + 1
-        self._limits = self.failed.new_tensor([layer.largest_residual for layer in self._tracked])
-        self._residuals = _side_by_side(self._tracked, self._limits)
-        # Where R is not read before the next update, its tracker may take as long as the next forward and backward pass.
-        self._late = clip is None and usable(self.failed) and all(isinstance(layer, TrackedLinear) for layer in self._tracked)
-        # What the graphs read and write lies in the same memory at each replay. First, a block of batches:
+        # Graphs read and write the same memory at each replay. First, a block of batches:
         device, rows = batches.examples.device, batches.block * batches.batch_size
         self._resident = batches.examples.stored.device.type == device.type
         self._index = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -80,9 +81,9 @@ class CapturedStep:
         self._history = zeros(self._several, 2 + len(loss.flow.reconstruction_names))  # loss, surrogate, errors of each step
         self.losses = zeros(0)
 
-    def reach(self, index: int) -> int:
+    def steps_per_call(self, index: int) -> int:
         left = min(self.batches.steps_per_epoch, (index // self.batches.block + 1) * self.batches.block) - index
-        return self._several if self._taken >= WARM_UP and left >= self._several else 1
+        return self._several if self._taken >= EAGER_STEPS and left >= self._several else 1
 
     def __call__(self, epoch: int, index: int, *rates: float) -> Metrics:
         size, n = self.batches.batch_size, len(rates)
@@ -93,18 +94,17 @@ class CapturedStep:
         self._rates[:n].copy_(_pinned(torch.tensor(rates), self._rates.device), non_blocking=True)
         for step, generator in enumerate(self._generators[:n], index):
             generator.manual_seed(seed_of(self.batches.seed, "probes", epoch, step))
-        self._graphs.run(f"{n} steps", lambda: self._take(n), self._generators[:n], warm=self._taken >= WARM_UP)
+        self._graphs.run(f"{n} steps", lambda: self._take(n), self._generators[:n], warm=self._taken >= EAGER_STEPS)
         self._taken += n
         front_nll = self._front_nll[within : within + n]
         self.losses = self._history[:n, 0] + front_nll
         return Metrics(self._history[:n, 1] + front_nll, self._history[:n, 2:].clone())
 
     def go_on(self) -> None:
-        self.lost.zero_()
-        self.failed.zero_()  # in a step that changed nothing: if it was no accident, it will come again
+        self._adam.go_on()
 
     def seconds_for_batch(self, rounds: int = 5) -> float:
-        """What one step's share of making a block takes: the median of a few."""
+        """One step's share of the time to make a block of batches: the median of a few."""
         times = []
         for number in range(rounds):
             synchronize(self._index.device)
@@ -122,7 +122,7 @@ class CapturedStep:
         else:
             self._stored[:rows].copy_(self.batches.examples.gather(index))
         self._noise.manual_seed(self.batches.seed_of_block(epoch, number))
-        self._graphs.run(f"{rows} examples", lambda: self._prepare(rows), [self._noise], warm=self._taken >= WARM_UP)
+        self._graphs.run(f"{rows} examples", lambda: self._prepare(rows), [self._noise], warm=self._taken >= EAGER_STEPS)
         self._block = (epoch, number)
 
     @torch.no_grad()
@@ -138,138 +138,61 @@ class CapturedStep:
             self._take_one(step, x, self._generators[step] if self._generators else None)
         self._branches.join()
         self._wait_for_trackers()
-        self._begin_update(advance=False)
+        self._adam.begin(advance=False)
 
     def _take_one(self, step: int, x: Tensor, generator: torch.Generator | None) -> None:
+        branches = self._branches if self._graphs.capturing else None
         self.mark("the rest of the loss")
-        with factored_gradients() if self.clip is None else nullcontext() as collected:  # to clip gradients one must have them
-            with branching(self._branches if self._graphs.capturing else None):
-                value, metrics = self.loss.of(self._flow, x, generator=generator)
+        # Clipping needs whole gradients.
+        with collected_gradients() if self._adam.clip is None else nullcontext() as collector:
+            with branching(branches):
+                value, metrics = self.loss.without_front(self._rest, x, generator=generator)
             self.mark("the rest of the loss", backward=True)
             value.backward(self._one)
         self.mark("norm of the gradient")
-        factored = collected.take(wait=self._wait_for_trackers) if collected else []
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        at_once = self.clip is None and self._can_look_at_once(gradients)
-        if not at_once:
-            self._look(value.detach(), gradients)
+        factored = collector.take(wait=self._wait_for_trackers) if collector else []
+        gradients, loss = self._adam.gradients(), value.detach()
+        checks_itself = self._adam.can_check_by_kernel(gradients)
+        if not checks_itself:
+            self._adam.check(loss, gradients)
         self.mark("Adam")
-        self._wait_for_trackers()  # from here on somebody may read what they write
-        self._begin_update(loss=value.detach() if at_once else None, gradients=gradients if at_once else [])
-        with branching(self._branches if self._graphs.capturing else None):
-            for record in factored:
-                with beside():
-                    record.apply_adam(self._state, self._rates[step], self._frozen, self._late_failure, BETAS, EPS)
-            self._adam(self._rates[step])
-        self.optimizer.zero_grad(set_to_none=True)
+        self._wait_for_trackers()  # from here on, R and the residuals may be read
+        self._adam.begin(loss=loss if checks_itself else None, gradients=gradients if checks_itself else [])
+        self._adam.update(self._rates[step], factored, branches)
         self.mark("trackers, multipliers")
-        taken = metrics
-        if type(self.loss.penalty) is not Fixed:  # multipliers stay where they are if an error is not a number
-            taken = metrics._replace(reconstruction=torch.where(self._frozen > 0, torch.nan, metrics.reconstruction))
-        with branching(self._trackers if self._graphs.capturing else None, joined=False):  # each beside the others
-            self.loss.after_step(taken, generator=generator)
-        if not self._late:
-            self._wait_for_trackers()
-        told = (value.detach().view(1), metrics.surrogate.view(1), metrics.reconstruction)
-        with branching(self._branches if self._graphs.capturing else None, joined=False), beside(*told):  # for the host to read
-            torch.cat(told, out=self._history[step])
+        self._after_step(metrics, generator)
+        figures = (loss.view(1), metrics.surrogate.view(1), metrics.reconstruction)
+        with branching(branches, joined=False) as context, context.beside(*figures):
+            torch.cat(figures, out=self._history[step])  # for the host to read
         self.mark("end")
 
-    def _look(self, value: Tensor, gradients: list[Tensor]) -> None:
-        """Raise `failed` if the loss or a gradient is not finite; clip the gradients."""
-        # Norms, since a gradient whose square overflows is none that Adam could use.
-        checked = [torch.stack(torch._foreach_norm(gradients))] if gradients else []
-        if self.clip is not None:
-            checked = [torch.linalg.vector_norm(checked[0])]
-            nn.utils.clip_grads_with_norm_(self._parameters, self.clip, checked[0])
-        # What gradient scaling uses: one kernel looks at all of it (and multiplies by 1), and raises the flag.
-        torch._amp_foreach_non_finite_check_and_unscale_([*checked, value], self.failed, self._one)
-
-    def _can_look_at_once(self, gradients: list[Tensor]) -> bool:
-        """Whether `_begin_update` can do what `_look` does, at no launch of its own."""
-        if not usable(self.failed, *gradients):
-            return False
-        from selfnorm.kernels.dense.guard import few_and_small
-
-        return few_and_small(gradients)
+    def _after_step(self, metrics: Metrics, generator: torch.Generator | None) -> None:
+        """Moves multipliers and trackers; the trackers each on a branch of its own."""
+        if type(self.loss.penalty) is not Fixed:  # multipliers stay where they are if an error is NaN
+            frozen = self._adam.flags.frozen > 0
+            metrics = metrics._replace(reconstruction=torch.where(frozen, torch.nan, metrics.reconstruction))
+        with branching(self._tracker_branches if self._graphs.capturing else None, joined=False):
+            self.loss.after_step(metrics, generator=generator)
+        if not self._tracks_late:
+            self._wait_for_trackers()
 
     def _wait_for_trackers(self) -> None:
-        """Join those of the step before, and see whether all of them have kept up."""
-        if not self._tracked:
-            return
-        self._trackers.join()
-        if usable(self.lost):
-            from selfnorm.kernels.dense.guard import note_lost
-
-            note_lost(self.lost, self._residuals, self._limits)
-        else:
-            self.lost.copy_(torch.maximum(self.lost, 1 - (self._residuals < self._limits).all().to(self.lost)))
-
-    def _begin_update(self, *, advance: bool = True, loss: Tensor | None = None, gradients: Sequence[Tensor] = ()) -> None:
-        """Set `frozen` and the number of the update that follows; what went wrong in the one before is first seen here.
-
-        loss, gradients:  if nobody has looked at them.
-        """
-        if usable(self.failed):
-            from selfnorm.kernels.dense.guard import begin_update
-
-            flags = (self.failed, self._late_failure, self.lost, self._frozen, self._step)
-            begin_update(*flags, advance=advance, loss=loss, gradients=gradients)
-        else:
-            self._step.sub_(self._late_failure * (1 - self.failed))
-            self.failed.copy_(torch.maximum(self.failed, self._late_failure))
-            self._late_failure.zero_()
-            self._frozen.copy_(torch.maximum(self.failed, self.lost))
-            if advance:
-                self._step.add_(1 - self._frozen)
-
-    def _adam(self, rate: Tensor) -> None:
-        """What the optimiser's own step would do for all parameters that have a gradient, less the counting."""
-        updated = [(parameter, parameter.grad, *self._state(parameter)) for parameter in self._parameters]
-        updated = [each for each in updated if each[1] is not None]
-        if not updated:
-            return
-        parameters, gradients, averages, squares, steps = zip(*updated, strict=True)
-        torch._fused_adam_(
-            parameters,
-            gradients,
-            averages,
-            squares,
-            [],
-            steps,
-            lr=rate,
-            beta1=BETAS[0],
-            beta2=BETAS[1],
-            weight_decay=0.0,
-            eps=EPS,
-            amsgrad=False,
-            maximize=False,
-            found_inf=self._frozen,
-        )
-
-    def _state(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor, Tensor]:
-        return adam_tensors(self.optimizer, parameter)
+        """Joins the trackers of the step before, and raises `lost` if one of them could not keep up."""
+        if self._trackers:
+            self._tracker_branches.join()
+            self._adam.note_lost(self._residuals, self._limits)
 
 
-def shared_step(optimizer: torch.optim.Adam, parameters: Sequence[Tensor]) -> Tensor:
-    """Adam's count of steps, made one tensor for all parameters, which all take every step."""
-    states = [adam_state(optimizer, parameter) for parameter in parameters]
-    shared = torch.stack([state["step"] for state in states]).amax()
-    for state in states:
-        state["step"] = shared
-    return shared
-
-
-def _side_by_side(tracked: Sequence[TrackedLinear | TrackedConv2d], like: Tensor) -> Tensor:
-    """The layers' residuals, made entries of one tensor, so that one look sees them all."""
+def _shared_residuals(trackers: Sequence[InverseTracker], like: Tensor) -> Tensor:
+    """One tensor that holds the residuals of all trackers, to be checked at once."""
     residuals = torch.zeros_like(like)
-    for layer, entry in zip(tracked, residuals, strict=True):
-        layer.residual = entry
+    for tracker, entry in zip(trackers, residuals, strict=True):
+        tracker.write_residual_to(entry)
     return residuals
 
 
 def _steps_per_graph(block: int, modules: int) -> int:
-    """As many as divide a block and make a graph of a moderate size."""
+    """The most steps that divide a block and make a graph of moderate size."""
     return max(n for n in range(1, block + 1) if block % n == 0 and (n == 1 or n * modules <= GRAPH_MODULES))
 
 
@@ -284,17 +207,17 @@ def _pinned(x: Tensor, device: torch.device) -> Tensor:
 
 
 class _Graphs:
-    """Pieces of device work by name: the first time as they are, from then on as graphs. On a CPU always as they are."""
+    """Device work by name: captured as a graph once it is warm, then replayed. On a CPU it simply runs."""
 
     def __init__(self, device: torch.device) -> None:
         self._captures = device.type == "cuda"
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
         self.capturing = False
-        # One after another they can share the memory in which they work.
+        # They run one after another, so they can share their memory.
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
 
     def run(self, name: str, work: Callable[[], None], generators: Sequence[torch.Generator], *, warm: bool) -> None:
-        """warm: whether work of this kind was done before, so that it can be captured."""
+        """Runs the work. warm: whether work of this kind has run before, so that it can be captured."""
         if not (self._captures and warm):
             work()
             return
@@ -311,10 +234,10 @@ class _Graphs:
             with capturing(graph, pool=self._pool):
                 work()
         except RuntimeError as error:
-            cause = str(error.__context__ or error).splitlines()[0]  # what came first; the end of the capture only complains
+            cause = str(error.__context__ or error).splitlines()[0]  # the first error; ending the capture raises another
             raise RuntimeError(
-                f"expected a training step that can be captured as a CUDA graph, got one in which the host waits or something "
-                f"holds on to an earlier backward pass ({cause}); --set graphs=false trains without graphs"
+                f"expected a training step that can be captured as a CUDA graph, got one in which the host waits or that still "
+                f"refers to an earlier backward pass ({cause}); --set graphs=false trains without graphs"
             ) from error
         finally:
             self.capturing = False

@@ -16,10 +16,10 @@ from selfnorm.data.batches import Examples, TrainingBatches
 from selfnorm.data.dataset import Dataset, fingerprint
 from selfnorm.evaluate.likelihood import Likelihood, likelihood
 from selfnorm.flow import Flow
-from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
 from selfnorm.linalg.neumann import InfiniteVarianceError
 from selfnorm.objective import Loss
 from selfnorm.runtime.precision import precision
+from selfnorm.train.adam import make_adam, steps_taken
 from selfnorm.train.captured import CapturedStep, can_be_captured
 from selfnorm.train.checkpoint import Checkpoint, cloned, optimizer_tensors, read, restore_optimizer, save
 from selfnorm.train.folder import RunFolder
@@ -27,7 +27,7 @@ from selfnorm.train.profile import Piece, profile
 from selfnorm.train.progress import Progress
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.recipes import build_flow, build_loss
-from selfnorm.train.step import EagerStep, Step, adam, diagnosis, learning_rate_at, steps_taken
+from selfnorm.train.step import EagerStep, Step, diagnosis, learning_rate_at
 from selfnorm.train.stopping import DivergedError, StoppedError, StopRequests
 
 Report = Callable[[dict[str, Any]], None]
@@ -61,10 +61,9 @@ class Trainer:
         self.total = self.batches.steps_per_epoch * recipe.epochs
         self.loss = build_loss(recipe, build_flow(recipe, dataset.shape, dataset.levels)).to(self.device)
         self._fingerprint = fingerprint(dataset)
-        modules = self.flow.bijection.named_modules()
-        self._tracked = {name: module for name, module in modules if isinstance(module, TrackedLinear | TrackedConv2d)}
+        self._trackers = self.flow.inverse_trackers()
         self._names = [name for name, _ in self.loss.named_parameters()]
-        self.optimizer = adam(self.loss)
+        self.optimizer = make_adam(self.loss)
         self.progress = Progress()
         # Surrogate and reconstruction errors of each step of the epoch under way.
         self._metrics = torch.zeros(self.batches.steps_per_epoch, 1 + len(self.flow.reconstruction_names), device=self.device)
@@ -162,7 +161,7 @@ class Trainer:
                 continue
             if progress.step >= self.total or (recipe.patience and progress.stale >= recipe.patience):
                 return
-            rates = [self._learning_rate(progress.step + ahead) for ahead in range(self._step.reach(index))]
+            rates = [self._learning_rate(progress.step + ahead) for ahead in range(self._step.steps_per_call(index))]
             if index == 0:
                 self._epoch_at = time.monotonic()
             try:
@@ -207,7 +206,7 @@ class Trainer:
             weight=weight,
             learning_rate=rate,
             step_seconds=step_seconds,
-            **({"fallbacks": sum(int(layer.fallbacks) for layer in self._tracked.values())} if self._tracked else {}),
+            **({"fallbacks": sum(int(tracker.fallbacks) for tracker in self._trackers.values())} if self._trackers else {}),
         )
 
     def _validate(self, stop: StopRequests) -> None:
@@ -260,9 +259,9 @@ class Trainer:
         if self._step.lost:  # first, since steps after it, which changed nothing, may have failed for that reason
             reached, self.progress.step = self.progress.step, steps_taken(self.optimizer)
             try:
-                for name, layer in self._tracked.items():
+                for name, tracker in self._trackers.items():
                     with located(f"layer {name}"):
-                        layer.settle()
+                        tracker.settle()
             except ValueError as error:  # there is no inverse to go on with
                 epoch, index = divmod(self.progress.step - 1, self.batches.steps_per_epoch)
                 self._diverge(f"at epoch {epoch + 1}, step {index + 1}: {error}")
@@ -319,7 +318,7 @@ class Trainer:
         """Where a step's time goes, at the weights as they are; measured on a copy, so that it leaves no trace."""
         with threads(self.recipe.threads), precision(self.recipe.precision):
             loss = copy.deepcopy(self.loss)
-            return profile(self._make_step(loss, adam(loss)))
+            return profile(self._make_step(loss, make_adam(loss)))
 
     def _make_step(self, loss: Loss, optimizer: torch.optim.Adam) -> EagerStep | CapturedStep:
         kind = CapturedStep if self.recipe.graphs and can_be_captured(loss, self.batches) else EagerStep

@@ -1,8 +1,8 @@
-"""Where a training step's time goes: by layer, forward and backward, and by what else a step does.
+"""`profile`: where a training step's time goes, by layer, forward and backward, and by what else a step does.
 
-Marks divide a step into pieces: each says what begins there. Between layers they stand in the autograd graph, so that they are
-passed on the way back, too. On a GPU a mark is an event inside of the captured graph, read after replays; on a CPU a look at the
-clock.
+Marks divide a step into pieces; each names the piece that begins there. Around layers they are nodes of the autograd graph, so
+that the backward pass meets them, too. On a GPU a mark is an event inside the captured graph, read after replays; on a CPU it
+reads the clock.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from selfnorm.bijection import Bijection, Chain
+from selfnorm.bijection import Bijection, Chain, Surrogate
 from selfnorm.flow import Flow
 from selfnorm.layers.image import Split
-from selfnorm.train.captured import WARM_UP, CapturedStep
+from selfnorm.runtime.step import step_context
+from selfnorm.train.captured import EAGER_STEPS, CapturedStep
 from selfnorm.train.step import EagerStep
 
 ROUNDS = 20
@@ -36,7 +37,7 @@ class Piece(NamedTuple):
 
 
 class Marks:
-    """Points in time, in the order in which they are passed, each with what begins there."""
+    """Points in time, in the order in which they are passed, each with the piece that begins there."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -65,38 +66,43 @@ class Marks:
 
 
 class _Mark(torch.autograd.Function):
-    """The identity, which marks when it is passed: one label on the way there and another on the way back."""
+    """The identity, with a mark in the forward pass and another one in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Callable[[], None], back: Callable[[], None]) -> Tensor:
-        ctx.back = back
-        there()
+    def forward(ctx: Any, x: Tensor, mark_forward: Callable[[], None], mark_backward: Callable[[], None]) -> Tensor:
+        ctx.mark_backward = mark_backward
+        mark_forward()
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.back()
+        ctx.mark_backward()
         return grad, None, None
 
 
 @contextmanager
 def marked(flow: Flow, marks: Marks, *, without: Bijection) -> Iterator[None]:
-    """Every layer of the flow between two marks, but for those that another bijection holds, too."""
-    layers = {
-        name: layer
+    """A block in which every layer of the flow lies between two marks, except those that `without` holds."""
+    names = {
+        id(layer): name
         for name, layer in flow.bijection.named_modules()
         if isinstance(layer, Bijection)
         and not _is_container(layer)
         and not any(part is layer for part in without.modules())
         and not _is_part(layer, flow)
     }
-    for name, layer in layers.items():
-        layer.surrogate = _between_marks(layer, name, marks)  # type: ignore[method-assign]
-    try:
+
+    def between_marks(layer: Bijection, x: Tensor, context: Tensor | None) -> Surrogate:
+        if id(layer) not in names:
+            return layer.surrogate(x, context=context)
+        name, kind = names[id(layer)], type(layer).__name__
+        x = _Mark.apply(x, lambda: marks(name, kind), lambda: marks("the rest of the loss", backward=True))
+        found = layer.surrogate(x, context=context)
+        z = _Mark.apply(found.z, lambda: marks("the rest of the loss"), lambda: marks(name, kind, backward=True))
+        return found._replace(z=z)
+
+    with step_context(observer=between_marks):
         yield
-    finally:
-        for layer in layers.values():
-            del layer.surrogate
 
 
 def _is_container(layer: Bijection) -> bool:
@@ -104,39 +110,27 @@ def _is_container(layer: Bijection) -> bool:
 
 
 def _is_part(layer: Bijection, flow: Flow) -> bool:
-    """Whether the layer belongs to another one that is no mere container."""
+    """Whether the layer belongs to another layer that is not just a container."""
     others = (other for other in flow.bijection.modules() if isinstance(other, Bijection) and other is not layer)
     return any(any(part is layer for part in other.modules()) for other in others if not _is_container(other))
-
-
-def _between_marks(layer: Bijection, name: str, marks: Marks) -> Callable[..., Any]:
-    original, kind = layer.surrogate, type(layer).__name__
-
-    def surrogate(x: Tensor, *, context: Tensor | None = None) -> Any:
-        x = _Mark.apply(x, lambda: marks(name, kind), lambda: marks("the rest of the loss", backward=True))
-        found = original(x, context=context)
-        z = _Mark.apply(found.z, lambda: marks("the rest of the loss"), lambda: marks(name, kind, backward=True))
-        return found._replace(z=z)
-
-    return surrogate
 
 
 def profile(step: EagerStep | CapturedStep, *, rounds: int = ROUNDS) -> list[Piece]:
     """The pieces of a training step, medians over rounds, in the order in which they begin.
 
-    Takes steps, with a learning rate of 0. Use a step that nobody trains with: moments, trackers and multipliers move.
+    It takes steps with a learning rate of 0. Use a copy of the step that trains: moments, trackers and multipliers move.
     """
     marks = Marks(step.batches.examples.device)
     times: list[list[float]] = []
     captured = isinstance(step, CapturedStep) and step.batches.examples.device.type == "cuda"
     step.mark = marks
     with marked(step.loss.flow, marks, without=step.front):
-        for number in range(WARM_UP + 1 + rounds):
-            # What is captured in a graph passes its marks again at each replay, without a word to us.
-            if number <= WARM_UP or not captured:
+        for number in range(EAGER_STEPS + 1 + rounds):
+            # A replayed graph passes its marks again without calling them.
+            if number <= EAGER_STEPS or not captured:
                 marks.forget()
             step(0, number % step.batches.steps_per_epoch, 0.0)
-            if number > WARM_UP:
+            if number > EAGER_STEPS:
                 times.append(marks.seconds())
     totals: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for (place, kind, backward), values in zip(marks.labels[:-1], zip(*times, strict=True), strict=True):

@@ -1,8 +1,8 @@
-"""A matrix's gradient from its factors, in one pass: aᵀb + s·M, or s·Mᵀ, with s = factor·Σ scale.
+"""Multiplies a matrix's gradient from its factors in one pass: aᵀb + s·M, or s·Mᵀ, with s = factor·Σ scale.
 
-a and b are (N, D), M (D, D), scale (N,) or a scalar; float32. Reads M and writes the gradient once, 8D² bytes, beside the
-factors, which come from the cache: (1/rows + 1/columns)·4ND² bytes. Above `MOST` examples cuBLAS adds the product. `update`
-shares its pieces.
+a and b are (N, D), M (D, D), scale (N,) or a scalar; float32. It reads M and writes the gradient once, 8D² bytes; the factors
+come from the cache, (1/rows + 1/columns)·4ND² bytes. Above `MOST_EXAMPLES` examples cuBLAS adds the product. The kernels of
+`adam` are made of the same pieces.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from selfnorm.kernels.dispatch import input_precision
-from selfnorm.kernels.rounding import uncut
+from selfnorm.kernels.numerics import correct_truncation
 
-MOST = 512
+MOST_EXAMPLES = 512
 
 
-class Tiles(NamedTuple):
-    """rows × columns of a matrix that a program makes, `depth` examples at a time."""
+class GradientTiles(NamedTuple):
+    """A program computes rows × columns of a matrix, `depth` examples at a time."""
 
     rows: int
     columns: int
@@ -30,38 +30,46 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def tiles(features: int) -> Tiles:
-    """The fastest, or nearly so, of several on one H200. With 64 rows Triton takes other matrix units and three times as long."""
+def gradient_tiles(features: int) -> GradientTiles:
+    """The fastest tiles, or nearly so, of several on one H200. With 64 rows Triton uses other units and takes three times as
+    long."""
     if features <= 512:
-        return Tiles(rows=32, columns=32, depth=64, warps=4, stages=3)
-    return Tiles(rows=32, columns=128, depth=32, warps=4, stages=3)
+        return GradientTiles(rows=32, columns=32, depth=64, warps=4, stages=3)
+    return GradientTiles(rows=32, columns=128, depth=32, warps=4, stages=3)
 
 
-def gradient_of(
-    a: Tensor, b: Tensor, addend: Tensor, addend_transposed: bool, scale: Tensor, factor: float, *, by: Tiles | None = None
+def gradient_from_factors(
+    a: Tensor,
+    b: Tensor,
+    addend: Tensor,
+    addend_transposed: bool,
+    scale: Tensor,
+    factor: float,
+    *,
+    by: GradientTiles | None = None,
 ) -> Tensor:
     """aᵀb + s·M with M the addend, transposed or not."""
     examples, features = a.shape
-    fused = examples <= MOST or by is not None
-    by = by or tiles(features)
+    fused = examples <= MOST_EXAMPLES or by is not None
+    by = by or gradient_tiles(features)
     out = torch.empty(features, features, dtype=a.dtype, device=a.device)
     scale = scale.reshape(-1)
     _gradient_kernel[(triton.cdiv(features, by.columns), triton.cdiv(features, by.rows))](
         a.contiguous(), b.contiguous(), addend.contiguous(), scale, factor, out, examples, features, scale.numel(),
         scale.stride(0), addend_transposed, by.rows, by.columns, by.depth, triton.cdiv(examples, by.depth) if fused else 0,
-        *sums(scale.numel()), input_precision(), num_warps=by.warps, num_stages=by.stages,
+        *sum_blocks(scale.numel()), input_precision(), num_warps=by.warps, num_stages=by.stages,
     )  # fmt: skip
     return out if fused else out.addmm_(a.mT, b)
 
 
-def sums(count: int) -> tuple[int, int]:
-    """How many at a time to sum `count` numbers, and how often."""
+def sum_blocks(count: int) -> tuple[int, int]:
+    """The size and the number of blocks in which a kernel sums `count` numbers."""
     block = min(triton.next_power_of_2(count), 1024)
     return block, triton.cdiv(count, block)
 
 
 @triton.jit
-def sum_of(values, count, stride, SUMS: tl.constexpr, ROUNDS: tl.constexpr):
+def summed(values, count, stride, SUMS: tl.constexpr, ROUNDS: tl.constexpr):
     total = tl.zeros((SUMS,), tl.float32)
     for turn in range(ROUNDS):
         places = turn * SUMS + tl.arange(0, SUMS)
@@ -70,7 +78,7 @@ def sum_of(values, count, stride, SUMS: tl.constexpr, ROUNDS: tl.constexpr):
 
 
 @triton.jit
-def product(
+def factor_product(
     a, b, rows, columns, examples, features, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -83,12 +91,12 @@ def product(
         left = tl.load(lefts, mask=(depth[None, :] < examples) & (rows[:, None] < features), other=0.0)
         right = tl.load(rights, mask=(depth[:, None] < examples) & (columns[None, :] < features), other=0.0)
         result = tl.dot(left, right, result, input_precision=PRECISION)
-    return uncut(result, PRECISION)
+    return correct_truncation(result, PRECISION)
 
 
 @triton.jit
-def free(tile):
-    """The same numbers, no longer tied to the layout in which the matrix units leave them, which is not how memory wants them."""
+def with_free_layout(tile):
+    """The same numbers, in whatever layout suits their use: that of the matrix units' results makes slow loads and stores."""
     same, _ = tl.split(tl.join(tile, tile))
     return same
 
@@ -98,8 +106,8 @@ def addend_tile(addend, rows, columns, at, inside, features, TRANSPOSED: tl.cons
     """The tile of M with these rows and columns, or of Mᵀ."""
     if TRANSPOSED:
         across = columns[:, None].to(tl.int64) * features + rows[None, :]
-        reach = (columns[:, None] < features) & (rows[None, :] < features)
-        tile = tl.trans(tl.load(addend + across, mask=reach, other=0.0))
+        valid = (columns[:, None] < features) & (rows[None, :] < features)
+        tile = tl.trans(tl.load(addend + across, mask=valid, other=0.0))
     else:
         tile = tl.load(addend + at, mask=inside, other=0.0)
     return tile
@@ -116,7 +124,7 @@ def _gradient_kernel(
     at = rows[:, None].to(tl.int64) * features + columns[None, :]
     inside = (rows[:, None] < features) & (columns[None, :] < features)
     tile = addend_tile(addend, rows, columns, at, inside, features, TRANSPOSED)
-    tile *= factor * sum_of(scale, count, stride, SUMS, ROUNDS)
+    tile *= factor * summed(scale, count, stride, SUMS, ROUNDS)
     if STEPS > 0:
-        tile += free(product(a, b, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION))
+        tile += with_free_layout(factor_product(a, b, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION))
     tl.store(out + at, tile, mask=inside)

@@ -1,18 +1,18 @@
-"""Products of a small batch with square matrices, and what is done with their results, in as few passes as they need.
+"""Products of a small batch with square matrices, fused with what follows them.
 
     affine       z = xWᵀ, out = z + b                                              one launch
     reconstruct  error = zRᵀ − x, squares = Σ_d error²                             one, and a tiny one for the sums
     pull_back    grad_x = grad_z W, towards_w = grad_z/2 + grad_error R,
                  towards_r = grad_error − grad_x/2, grad_b = Σ_n grad_z            one
-    times        aA, and bB beside it                                              one
+    times        aA, and bB in the same launch                                     one
 
 x, z, error, grad_z (N, D), W, R (D, D), b (D,), grad_reconstruction (N, 1), grad_error = 2·grad_reconstruction·error; float32.
 
-At N = 100 examples a product reads 4D² bytes of its matrix and does little with them, so what counts is how many programs read at
-the same time, and how often a slab of the batch or the matrix is read again from the cache: (1/rows + 1/columns)·4ND² bytes for
-tiles of rows × columns. `tiles` is the rule that says which tiles to use, and where cuBLAS does better. With `split` > 1 the sum
-over k is split among programs that write partial results, added up in a fixed order by a second launch: no result depends
-on timing.
+At N = 100 examples a product reads 4D² bytes of its matrix and does little arithmetic. Its speed depends on how many programs
+read at the same time, and on how often a slab of the batch or the matrix is read again from the cache: (1/rows + 1/columns)·4ND²
+bytes for tiles of rows × columns. `product_tiles` chooses the tiles, or cuBLAS where that is faster. With `split` > 1 the sum
+over k is split among programs that write partial results, which a second launch adds up in a fixed order: no result depends on
+timing.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import triton.language as tl
 from torch import Tensor
 
 from selfnorm.kernels.dispatch import input_precision
-from selfnorm.kernels.rounding import uncut
+from selfnorm.kernels.numerics import correct_truncation
 
-WHOLE, PART, REST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what one launch does of a product
+WHOLE, PART, REST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # which part of a product a launch computes
 
 
-class Tiles(NamedTuple):
-    """rows × columns of a result a program makes, `depth` terms of the sum at a time, the sum split among `split` programs."""
+class ProductTiles(NamedTuple):
+    """A program computes rows × columns of a result, `depth` terms of the sum at a time; `split` programs share a sum."""
 
     rows: int
     columns: int
@@ -41,23 +41,23 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def tiles(examples: int, features: int, products: int = 1) -> Tiles | None:
-    """The tiles for as many products at once, or None where cuBLAS is to do them: with more to multiply than to read."""
+def product_tiles(examples: int, features: int, products: int = 1) -> ProductTiles | None:
+    """The tiles for this many products in one launch, or None where cuBLAS is faster: with more to multiply than to read."""
     if examples > 256 or features > 1024:
         return None
     if products == 1:
-        return Tiles(rows=64, columns=32, depth=64, split=1, warps=4, stages=4)
-    return Tiles(rows=32, columns=64, depth=64, split=1, warps=4, stages=4)
+        return ProductTiles(rows=64, columns=32, depth=64, split=1, warps=4, stages=4)
+    return ProductTiles(rows=32, columns=64, depth=64, split=1, warps=4, stages=4)
 
 
 def affine(
-    x: Tensor, W: Tensor, b: Tensor | None, zeros: Tensor | None = None, *, by: Tiles | None = None
+    x: Tensor, W: Tensor, b: Tensor | None, zeros: Tensor | None = None, *, by: ProductTiles | None = None
 ) -> tuple[Tensor, Tensor]:
     """z = xWᵀ and z + b, which without b is z itself.
 
-    zeros:  a vector (N,), set to 0 on the way: a layer's log-determinant, at no launch of its own.
+    zeros:  a vector (N,) that the same launch sets to 0: a layer's log-determinant.
     """
-    by = by or tiles(*x.shape)
+    by = by or product_tiles(*x.shape)
     if by is None:
         z = x @ W.mT
         if zeros is not None:
@@ -71,9 +71,9 @@ def affine(
     return z, out
 
 
-def reconstruct(z: Tensor, R: Tensor, x: Tensor, *, by: Tiles | None = None) -> tuple[Tensor, Tensor]:
+def reconstruct(z: Tensor, R: Tensor, x: Tensor, *, by: ProductTiles | None = None) -> tuple[Tensor, Tensor]:
     """error = zRᵀ − x (N, D) and its squares, summed over features (N, 1)."""
-    by = by or tiles(*x.shape)
+    by = by or product_tiles(*x.shape)
     if by is None:
         error = torch.addmm(x, z, R.mT, beta=-1)
         return error, error.square().sum(1, keepdim=True)
@@ -95,10 +95,10 @@ def pull_back(
     grad_reconstruction: Tensor,
     bias: bool = False,
     *,
-    by: Tiles | None = None,
+    by: ProductTiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """grad_x, towards_w and towards_r (N, D), and grad_b (D,) if there is a bias."""
-    by = by or tiles(grad_z.shape[0], grad_z.shape[1], products=2)
+    by = by or product_tiles(grad_z.shape[0], grad_z.shape[1], products=2)
     if by is None:
         grad_error = 2 * grad_reconstruction * error
         grad_x = grad_z @ W
@@ -114,11 +114,11 @@ def pull_back(
 
 
 def times(
-    a: Tensor, A: Tensor, b: Tensor | None = None, B: Tensor | None = None, *, by: Tiles | None = None
+    a: Tensor, A: Tensor, b: Tensor | None = None, B: Tensor | None = None, *, by: ProductTiles | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """aA, and bB at the same time; a and b (N, D), A and B (D, D)."""
+    """aA, and bB in the same launch; a and b (N, D), A and B (D, D)."""
     two = b is not None and B is not None
-    by = by or tiles(a.shape[0], a.shape[1], products=1 + two)
+    by = by or product_tiles(a.shape[0], a.shape[1], products=1 + two)
     if by is None:
         return a @ A, b @ B if b is not None and B is not None else None
     a, A = a.contiguous(), A.contiguous()
@@ -131,8 +131,8 @@ def times(
     return aA, bB
 
 
-def _launch(kernel: Any, products: int, by: Tiles, like: Tensor, arguments: tuple[Any, ...], *flags: int) -> None:
-    """A kernel over all tiles of as many results of `like`'s shape: in one launch, or in two with the sums split."""
+def _launch(kernel: Any, products: int, by: ProductTiles, like: Tensor, arguments: tuple[Any, ...], *flags: int) -> None:
+    """Runs a kernel over all tiles of its results, of `like`'s shape: in one launch, or in two if sums are split."""
     examples, features = like.shape
     grid = (triton.cdiv(features, by.columns), triton.cdiv(examples, by.rows))
     precision = input_precision()
@@ -149,7 +149,7 @@ def _launch(kernel: Any, products: int, by: Tiles, like: Tensor, arguments: tupl
 
 @triton.jit
 def _place(ROWS: tl.constexpr, COLUMNS: tl.constexpr, examples, features):
-    """The program's rows and columns, where its tile lies in an (N, D) matrix, and which of it is inside."""
+    """The program's rows and columns, the offsets of its tile in an (N, D) matrix, and which of them are inside."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     at = rows[:, None].to(tl.int64) * features + columns[None, :]
@@ -157,12 +157,12 @@ def _place(ROWS: tl.constexpr, COLUMNS: tl.constexpr, examples, features):
 
 
 @triton.jit
-def _product(
+def _tile_of_product(
     a, matrix, partial, which, rows, columns, at, inside, examples, features, TRANSPOSED: tl.constexpr,
     STAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of aM, or of aMᵀ; the part of it that this program sums, which it also writes; or the sum of these parts."""
+    """A tile of aM or aMᵀ: the whole sum, this program's part of it (which it also writes), or the sum of all parts."""
     result = tl.zeros((ROWS, COLUMNS), tl.float32)
     slab = tl.full((), 1, tl.int64) * examples * features
     if STAGE == REST:
@@ -180,13 +180,13 @@ def _product(
         for step in range(STEPS):
             depth = first + step * DEPTH + tl.arange(0, DEPTH)
             left = tl.load(lefts + depth[None, :], mask=(rows[:, None] < examples) & (depth[None, :] < features), other=0.0)
-            reach = (depth[:, None] < features) & (columns[None, :] < features)
+            valid = (depth[:, None] < features) & (columns[None, :] < features)
             if TRANSPOSED:
-                right = tl.load(rights + depth[:, None], mask=reach, other=0.0)
+                right = tl.load(rights + depth[:, None], mask=valid, other=0.0)
             else:
-                right = tl.load(rights + depth[:, None].to(tl.int64) * features, mask=reach, other=0.0)
+                right = tl.load(rights + depth[:, None].to(tl.int64) * features, mask=valid, other=0.0)
             result = tl.dot(left, right, result, input_precision=PRECISION)
-        result = uncut(result, PRECISION)
+        result = correct_truncation(result, PRECISION)
         if STAGE == PART:
             tl.store(partial + tl.program_id(2) * slab + at, result, mask=inside)
     return result
@@ -199,7 +199,7 @@ def _affine_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     rows, columns, at, inside = _place(ROWS, COLUMNS, examples, features)
-    product = _product(
+    product = _tile_of_product(
         x, W, partial, 0, rows, columns, at, inside, examples, features, True,
         STAGE, ROWS, COLUMNS, DEPTH, STEPS, SPLIT, PRECISION,
     )  # fmt: skip
@@ -218,7 +218,7 @@ def _reconstruct_kernel(
     DEPTH: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     rows, columns, at, inside = _place(ROWS, COLUMNS, examples, features)
-    product = _product(
+    product = _tile_of_product(
         z, R, partial, 0, rows, columns, at, inside, examples, features, True,
         STAGE, ROWS, COLUMNS, DEPTH, STEPS, SPLIT, PRECISION,
     )  # fmt: skip
@@ -245,7 +245,7 @@ def _pull_back_kernel(
     rows, columns, at, inside = _place(ROWS, COLUMNS, examples, features)
     which = tl.program_id(2) // SPLIT if STAGE == PART else tl.program_id(2)
     if which == 0:
-        product = _product(
+        product = _tile_of_product(
             grad_z, W, partial, 0, rows, columns, at, inside, examples, features, False,
             STAGE, ROWS, COLUMNS, DEPTH, STEPS, SPLIT, PRECISION,
         )  # fmt: skip
@@ -255,8 +255,8 @@ def _pull_back_kernel(
             tl.store(grad_x + at, product, mask=inside)
             tl.store(towards_r + at, weights[:, None] * off - 0.5 * product, mask=inside)
     else:
-        # The weights are those of rows: they may as well be multiplied with the product's rows.
-        product = _product(
+        # A row's weight multiplies the whole row, so it can be applied after the product.
+        product = _tile_of_product(
             error, R, partial, 1, rows, columns, at, inside, examples, features, False,
             STAGE, ROWS, COLUMNS, DEPTH, STEPS, SPLIT, PRECISION,
         )  # fmt: skip
@@ -269,9 +269,9 @@ def _pull_back_kernel(
                     total = tl.sum(above, axis=0)
                     for batch in range(1, BATCHES):
                         more = batch * ROWS + tl.arange(0, ROWS)
-                        reach = (more[:, None] < examples) & (columns[None, :] < features)
+                        valid = (more[:, None] < examples) & (columns[None, :] < features)
                         places = grad_z + more[:, None].to(tl.int64) * features + columns[None, :]
-                        total += tl.sum(tl.load(places, mask=reach, other=0.0), axis=0)
+                        total += tl.sum(tl.load(places, mask=valid, other=0.0), axis=0)
                     tl.store(grad_b + columns, total, mask=columns < features)
 
 
@@ -283,14 +283,14 @@ def _times_kernel(
     rows, columns, at, inside = _place(ROWS, COLUMNS, examples, features)
     which = tl.program_id(2) // SPLIT if STAGE == PART else tl.program_id(2)
     if which == 0:
-        product = _product(
+        product = _tile_of_product(
             a, A, partial, 0, rows, columns, at, inside, examples, features, False,
             STAGE, ROWS, COLUMNS, DEPTH, STEPS, SPLIT, PRECISION,
         )  # fmt: skip
         if STAGE != PART:
             tl.store(aA + at, product, mask=inside)
     else:
-        product = _product(
+        product = _tile_of_product(
             b, B, partial, 1, rows, columns, at, inside, examples, features, False,
             STAGE, ROWS, COLUMNS, DEPTH, STEPS, SPLIT, PRECISION,
         )  # fmt: skip

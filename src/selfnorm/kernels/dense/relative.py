@@ -1,27 +1,70 @@
-"""Gradients of biases: sums over the batch of what arrives at z = Wx + b, weighted for the relative gradient.
+"""The relative gradient of a dense layer, by kernels; `layers.relative` has the formulas and the plain form.
 
-    weights        u_n = z_n·b + 1                                         one launch, reads z
+    bias_weights   u_n = z_n·b + 1                                         one launch, reads z
     bias_gradient  Σ_n g_z[n, :]·u_n + Σ g_log_det · b, or Σ_n g_z[n, :]   one launch, reads g_z
 
-z, g_z (N, D), b (D,), g_log_det, u (N,); float32. u asks nothing of the way back, so it can be made beside the way there. A
-program sums whole rows or columns: no result depends on timing.
+z, g_z (N, D), b (D,), g_log_det, u (N,); float32. u depends on the forward pass only, so it can be computed beside it. A program
+sums whole rows or columns: no result depends on timing.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = 32  # 128 bytes of each row
+from selfnorm.kernels.dense.factored import SingleGradient
+from selfnorm.kernels.dense.products import affine, times
+from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
+from selfnorm.runtime.step import StepContext
+
+COLUMNS_PER_PROGRAM = 32  # 128 bytes of each row
 
 
-def weights(z: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """u_n = z_n·b + 1 (N,), into memory that is there already, if it is given."""
+class FusedRelativeLinear(torch.autograd.Function):
+    """x (N, D), W (D, D), b (D,) or None -> Wx + b and zeros (N,), with the relative gradient: 3 products in 2 launches.
+
+    The fourth product, W's gradient, goes to the step's collector as factors, if it has one. The part of the bias's gradient that
+    depends on the forward pass only is computed beside it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, W: Tensor, b: Tensor | None, step: StepContext) -> tuple[Tensor, Tensor]:
+        # One allocation: u must live until the branch has written it, as log_det does.
+        log_det, u = x.new_empty(2, x.shape[0])
+        _, z = affine(x, W, b, zeros=log_det)
+        if b is None or not ctx.needs_input_grad[2]:
+            u = None
+        else:
+            with step.beside():  # only the backward pass needs u
+                bias_weights(z, b, out=u)
+        ctx.save_for_backward(z, W, b, u)
+        ctx.collector, ctx.weight = step.collector_for(W), W
+        return z, log_det
+
+    @staticmethod
+    @backward_in_full_precision
+    def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        refuse_second_derivative()
+        z, W, b, u = ctx.saved_tensors
+        zW, grad_x = times(z, W, grad_z, W) if ctx.needs_input_grad[0] else times(z, W)
+        grad_b = None if u is None else bias_gradient(grad_z, u, b, grad_log_det)
+        gradient = SingleGradient(ctx.weight, grad_z, zW, W, False, grad_log_det)
+        if ctx.collector is not None and ctx.needs_input_grad[1]:
+            ctx.collector.append(gradient)
+            return grad_x, None, grad_b, None
+        return grad_x, gradient.multiplied()[0], grad_b, None
+
+
+def bias_weights(z: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """u_n = z_n·b + 1 (N,), written to `out` if it is given."""
     examples, features = z.shape
     u = z.new_empty(examples) if out is None else out
     block = min(triton.next_power_of_2(features), 1024)
-    _weights_kernel[(examples,)](
+    _bias_weights_kernel[(examples,)](
         z.contiguous(),
         b.contiguous(),
         u,
@@ -34,19 +77,19 @@ def weights(z: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def bias_gradient(grad_z: Tensor, u: Tensor | None = None, b: Tensor | None = None, grad_log_det: Tensor | None = None) -> Tensor:
-    """Σ_n grad_z[n, :]·u_n + Σ grad_log_det · b (D,); without the others the sum over n alone."""
+    """Σ_n grad_z[n, :]·u_n + Σ grad_log_det · b (D,); Σ_n grad_z[n, :] if only grad_z is given."""
     examples, features = grad_z.shape
     grad_b = grad_z.new_empty(features)
     rows = min(triton.next_power_of_2(examples), 128)
     others = (None if other is None else other.contiguous() for other in (u, b, grad_log_det))
-    _bias_gradient_kernel[(triton.cdiv(features, COLUMNS),)](
-        grad_z.contiguous(), *others, grad_b, examples, features, ROWS=rows, COLUMNS=COLUMNS, num_warps=4
+    _bias_gradient_kernel[(triton.cdiv(features, COLUMNS_PER_PROGRAM),)](
+        grad_z.contiguous(), *others, grad_b, examples, features, ROWS=rows, COLUMNS=COLUMNS_PER_PROGRAM, num_warps=4
     )
     return grad_b
 
 
 @triton.jit
-def _weights_kernel(z, b, u, features, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+def _bias_weights_kernel(z, b, u, features, BLOCK: tl.constexpr, STEPS: tl.constexpr):
     """An example for each program."""
     row = z + tl.program_id(0).to(tl.int64) * features
     products = tl.zeros((BLOCK,), tl.float32)

@@ -27,18 +27,53 @@ import triton.language as tl
 from torch import Tensor
 
 from selfnorm.kernels.conv.selfnorm import convolved, reach, shape_of, tiling
+from selfnorm.kernels.dense.factored import SingleGradient
+from selfnorm.kernels.dense.products import affine, times
+from selfnorm.kernels.dense.relative import bias_gradient
 from selfnorm.kernels.dispatch import allows_tf32
 from selfnorm.kernels.division import quotient_and_rest
+from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
 from selfnorm.runtime.precision import summed_in_float32
+from selfnorm.runtime.step import StepContext
 
 PROGRAMS = 256  # for a pass over a matrix: enough to keep a large card busy, few enough to add up what each has found
+
+
+class FusedTrackedLinear(torch.autograd.Function):
+    """x (N, D), W (D, D), b (D,) or None, R (D, D) -> Wx + b, and zeros (N,) with the gradient of log|det W|, R for W⁻¹.
+
+    2 products in 2 launches. The third, W's gradient, goes to the step's collector as factors, if it has one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, W: Tensor, b: Tensor | None, R: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
+        log_det = x.new_empty(x.shape[0])
+        _, z = affine(x, W, b, zeros=log_det)
+        ctx.save_for_backward(x, W, R)
+        ctx.collector, ctx.weight = step.collector_for(W), W
+        return z, log_det
+
+    @staticmethod
+    @backward_in_full_precision
+    def backward(
+        ctx: Any, grad_z: Tensor, grad_log_det: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        refuse_second_derivative()
+        x, W, R = ctx.saved_tensors
+        grad_x = times(grad_z, W)[0] if ctx.needs_input_grad[0] else None
+        grad_b = bias_gradient(grad_z) if ctx.needs_input_grad[2] else None
+        gradient = SingleGradient(ctx.weight, grad_z, x, R, True, grad_log_det)
+        if ctx.collector is not None and ctx.needs_input_grad[1]:
+            ctx.collector.append(gradient)
+            return grad_x, None, grad_b, None, None
+        return grad_x, gradient.multiplied()[0], grad_b, None, None
 
 
 def error_of(product: Tensor) -> tuple[Tensor, Tensor]:
     """RW (m, m) -> E = I − RW in its memory, and partial sums of E² (programs,). Reads and writes m² numbers."""
     if not product.is_contiguous():
         raise ValueError(f"error_of: expected a contiguous matrix, to be changed in place, got strides {product.stride()}")
-    programs, tiles = _passes(product.numel())
+    programs, tiles = _pass_options(product.numel())
     squares = product.new_empty(programs)
     _error_kernel[(programs,)](product, squares, product.numel(), product.shape[0], **tiles)
     return product, squares
@@ -68,7 +103,7 @@ def follow(R: Tensor, error: Tensor, squares: Tensor, residual: Tensor, limit: f
     if not R.is_contiguous():
         raise ValueError(f"follow: expected a contiguous R, to be changed in place, got strides {R.stride()}")
     change = torch.mm(error, R)
-    programs, tiles = _passes(R.numel())
+    programs, tiles = _pass_options(R.numel())
     sums = squares.numel()
     _follow_kernel[(programs,)](R, change, squares, residual, limit, R.numel(), sums, SUMS=triton.next_power_of_2(sums), **tiles)
 
@@ -83,19 +118,19 @@ def tap_means(R: Tensor, w: Tensor, size: tuple[int, int], out: Tensor, zeros: T
     columns = 1 if w.numel() <= 512 else 8
     _tap_means_kernel[(triton.cdiv(w.numel(), columns),)](
         R.contiguous(), out, zeros, zeros.numel(), C=channels, H=size[0], W=size[1], KH=w.shape[2], KW=w.shape[3],
-        PIXELS=min(triton.next_power_of_2(pixels), 1024 // columns), COLUMNS=columns, INDEX=_index(R.numel()), num_warps=4,
+        PIXELS=min(triton.next_power_of_2(pixels), 1024 // columns), COLUMNS=columns, INDEX=_index_type(R.numel()), num_warps=4,
     )  # fmt: skip
 
 
-def _passes(numel: int) -> tuple[int, dict[str, Any]]:
+def _pass_options(numel: int) -> tuple[int, dict[str, Any]]:
     """How many programs are to pass over so many numbers, and how many of them each takes, and in how many steps."""
     block = max(256, min(4096, triton.next_power_of_2(triton.cdiv(numel, PROGRAMS))))
     steps = triton.cdiv(numel, block * PROGRAMS)
-    tiles = {"BLOCK": block, "STEPS": steps, "INDEX": _index(numel), "num_warps": max(1, block // 512)}
+    tiles = {"BLOCK": block, "STEPS": steps, "INDEX": _index_type(numel), "num_warps": max(1, block // 512)}
     return triton.cdiv(numel, block * steps), tiles
 
 
-def _index(numel: int) -> tl.dtype:
+def _index_type(numel: int) -> tl.dtype:
     """To count so many numbers with, and a tile more: 64 bits only where it takes them, since divisions of those are slow."""
     return tl.int64 if numel > 2**30 else tl.int32
 

@@ -1,4 +1,4 @@
-"""What a layer does with an R ≈ W⁻¹ that it keeps beside W, whether R is learned with it or tracks it."""
+"""`KeptInverse`: layers that keep an R ≈ W⁻¹ next to W, whether R is learned or tracked."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfnorm.layers.linear import LinearMap, drop_kept_inverse, in_full_precision
+from selfnorm.layers.linear import LinearMap, drop_kept_inverse
 from selfnorm.linalg.factors import widen
 from selfnorm.linalg.iterations import default_tolerance, refine
+from selfnorm.runtime.autograd import in_full_precision
 from selfnorm.runtime.checks import describe
 
 

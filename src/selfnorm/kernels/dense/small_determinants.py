@@ -4,47 +4,70 @@ A step takes y = Mx, in which the pivot is M[p, j], and swaps the parts of y_p a
 
     M[p, j] ← 1 / pivot,    M[p, :] ← M[p, :] / pivot,    M[i, :] ← M[i, :] − M[i, j]·M[p, :],    M[i, j] ← −M[i, j] / pivot.
 
-Column j's pivot is the largest of the rows that had none yet. After all of them M[p_j, j'] is A⁻¹[j, p_j'], no row has moved, and
-log|det A| = Σ_j log|pivot_j|. One program for a matrix, which stays in registers; C steps of O(C²). A singular matrix has −∞ and
-an inverse without meaning. What a flow wants of a matrix that acts on every pixel, HW·log|det A| once for each example, the same
-program writes.
+Column j's pivot is the largest entry of the rows that have not had a pivot yet. After C steps, M[p_j, j'] is A⁻¹[j, p_j'], no row
+has moved, and log|det A| = Σ_j log|pivot_j|. Each matrix has one program, which keeps it in registers; a step takes O(C²). A
+singular matrix gives −∞ and a meaningless inverse. For a matrix that acts on every pixel the same program writes HW·log|det A|
+once for each example.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-LARGEST = 64
+from selfnorm.runtime.autograd import refuse_second_derivative
+
+MOST_MATRIX_ROWS = 64
+
+
+class SmallLogDet(torch.autograd.Function):
+    """log|det| (…) of small matrices (…, m, m)."""
+
+    @staticmethod
+    def forward(ctx: Any, blocks: Tensor) -> Tensor:
+        log_det, inverse_transposed = small_slogdet(blocks)
+        ctx.save_for_backward(inverse_transposed)
+        return log_det
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        refuse_second_derivative()
+        (inverse_transposed,) = ctx.saved_tensors
+        return grad[..., None, None] * inverse_transposed
 
 
 def small_slogdet(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """log|det A| (…) and A⁻ᵀ (…, C, C) of matrices (…, C, C), C ≤ 64, in float32: one kernel."""
     channels = matrix.shape[-1]
-    if matrix.dim() < 2 or matrix.shape[-2] != channels or not 0 < channels <= LARGEST:
-        raise ValueError(f"small_slogdet: expected square matrices of at most {LARGEST} rows, got {tuple(matrix.shape)}")
+    if matrix.dim() < 2 or matrix.shape[-2] != channels or not 0 < channels <= MOST_MATRIX_ROWS:
+        raise ValueError(
+            f"small_slogdet: expected square matrices of at most {MOST_MATRIX_ROWS} rows, got {tuple(matrix.shape)}"
+        )
     matrix = matrix.contiguous()
     logabsdet = matrix.new_empty(matrix.shape[:-2])
     inverse_transposed = matrix.new_empty(matrix.shape)
-    _exchange[(logabsdet.numel(),)](matrix, logabsdet, inverse_transposed, 1, 1, **_block(channels))
+    _exchange[(logabsdet.numel(),)](matrix, logabsdet, inverse_transposed, 1, 1, **_exchange_options(channels))
     return logabsdet, inverse_transposed
 
 
 def repeated_slogdet(matrix: Tensor, copies: int, examples: int) -> tuple[Tensor, Tensor]:
-    """copies·log|det A|, as often as there are examples (N,), and A⁻ᵀ (C, C), of one matrix (C, C), C ≤ 64: one kernel."""
+    """copies·log|det A| for each example (N,), and A⁻ᵀ (C, C), of one matrix (C, C), C ≤ 64: one kernel."""
     channels = matrix.shape[-1]
-    if matrix.shape != (channels, channels) or not 0 < channels <= LARGEST:
-        raise ValueError(f"repeated_slogdet: expected a square matrix of at most {LARGEST} rows, got {tuple(matrix.shape)}")
+    if matrix.shape != (channels, channels) or not 0 < channels <= MOST_MATRIX_ROWS:
+        raise ValueError(
+            f"repeated_slogdet: expected a square matrix of at most {MOST_MATRIX_ROWS} rows, got {tuple(matrix.shape)}"
+        )
     matrix = matrix.contiguous()
     logabsdet, inverse_transposed = matrix.new_empty(examples), matrix.new_empty(matrix.shape)
-    _exchange[(1,)](matrix, logabsdet, inverse_transposed, copies, examples, **_block(channels))
+    _exchange[(1,)](matrix, logabsdet, inverse_transposed, copies, examples, **_exchange_options(channels))
     return logabsdet, inverse_transposed
 
 
-def _block(channels: int) -> dict[str, Any]:
+def _exchange_options(channels: int) -> dict[str, Any]:
     block = max(2, triton.next_power_of_2(channels))
     return {"C": channels, "BLOCK": block, "num_warps": 1 if block <= 32 else 4}
 

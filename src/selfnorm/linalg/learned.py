@@ -1,0 +1,36 @@
+"""What polishing and debiasing need of a layer that learns its inverse; `layers.selfnorm` has such layers."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from selfnorm.linalg.convmatrix import Geometry
+
+
+class LearnedInverse(Protocol):
+    """A linear map W with a learned inverse R, on examples of `example_shape`."""
+
+    weight: nn.Parameter
+    weight_inv: nn.Parameter
+    example_shape: tuple[int, ...]
+
+    def check_input(self, x: Tensor) -> None: ...
+
+    def apply_weight(self, x: Tensor) -> Tensor: ...
+
+    def apply_inverse(self, z: Tensor) -> Tensor: ...
+
+    def inverse_of(self, weight: Tensor) -> Tensor: ...
+
+    def matrices(self) -> tuple[Tensor, Tensor] | None:
+        """W and R as matrices (groups, m, m); None for a `LearnedKernel`."""
+        ...
+
+
+class LearnedKernel(LearnedInverse, Protocol):
+    """The same with convolution kernels of more than one tap."""
+
+    geometry: Geometry
+    inverse_kernel_size: tuple[int, int]

@@ -1,0 +1,30 @@
+"""Random generators on the host that follow from a device's."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+class HostGenerators:
+    """CPU generators for numbers that the host must know, without waiting for the device's generator to draw them.
+
+    Each one follows from the given generator's seed, the step and the number of earlier uses in that step. So it repeats neither
+    the device's numbers nor its own, from layer to layer or from step to step, and a resumed run gets the same ones.
+    """
+
+    def __init__(self) -> None:
+        self.restart(0)
+
+    def restart(self, step: int) -> None:
+        """Begins a step."""
+        self._step, self._uses = step, 0
+
+    def following(self, generator: torch.Generator | None) -> torch.Generator | None:
+        """A new CPU generator; None, for torch's own, if there is none to follow."""
+        if generator is None:
+            return None
+        self._uses += 1
+        words = (generator.initial_seed() % 2**64, self._step, self._uses)
+        seed = int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
+        return torch.Generator().manual_seed(seed >> 1)

@@ -1,0 +1,94 @@
+"""`StepContext`: what the layers of a training step get from their surroundings.
+
+A layer's `surrogate(x)` takes data, not settings. What else a step decides for all of its layers travels in one object, which is
+current while the step runs:
+
+    with step_context(branches=Branches(device), collector=GradientCollector()) as step:
+        value, metrics = loss(x)
+        step.join()
+        value.backward()
+
+    current_step().beside(x)            # inside a layer
+
+Without a surrounding step the defaults hold: everything runs on the current stream, and gradients go to `.grad`. The object is
+read in the forward pass only, except `kernel_devices`. It belongs to the process and not to a thread, because autograd runs
+backward passes on threads of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from selfnorm.runtime.gradients import GradientCollector
+    from selfnorm.runtime.streams import Branches
+
+Precision = Literal["float32", "tf32", "bf16"]
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What the layers of a step share.
+
+    branches:        streams for work that nothing waits for yet; None keeps everything on the current stream.
+    collector:       where fused layers leave their weight gradients as factors; None makes them ordinary gradients.
+    precision:       of products, as set by `runtime.precision.precision`; None leaves torch's own settings.
+    symmetric:       whether self-normalizing layers also reconstruct z from Rz.
+    observer:        called in place of each layer's `surrogate`, with the layer and its arguments; used for profiling.
+    kernel_devices:  the device types on which Triton kernels replace plain PyTorch.
+    """
+
+    branches: Branches | None = None
+    collector: GradientCollector | None = None
+    precision: Precision | None = None
+    symmetric: bool = False
+    observer: Callable[..., Any] | None = None
+    kernel_devices: tuple[str, ...] = ("cuda",)
+
+    def beside(self, *reads: Tensor, recorded: bool = False) -> AbstractContextManager[Any]:
+        """A block that runs on another stream, if the step has any; `join` before you use its results.
+
+        reads:     tensors that the block reads; they are kept alive until `join`.
+        recorded:  whether autograd records what the block does.
+        """
+        return nullcontext() if self.branches is None else self.branches.beside(reads, recorded)
+
+    def join(self) -> None:
+        """Makes the current stream wait for all work that was done beside it."""
+        if self.branches is not None:
+            self.branches.join()
+
+    def collector_for(self, *weights: Tensor) -> GradientCollector | None:
+        """Where a layer leaves its gradients for these weights; None if it returns them to autograd."""
+        trained = all(isinstance(weight, nn.Parameter) and weight.requires_grad for weight in weights)
+        return self.collector if trained else None
+
+    def surrogate_of(self, layer: Any, x: Tensor, context: Tensor | None) -> Any:
+        """`layer.surrogate(x, context=context)`, through the observer if there is one."""
+        if self.observer is None:
+            return layer.surrogate(x, context=context)
+        return self.observer(layer, x, context)
+
+
+_current = StepContext()
+
+
+def current_step() -> StepContext:
+    """The step that is running, or the defaults outside of one."""
+    return _current
+
+
+@contextmanager
+def step_context(**changes: Any) -> Iterator[StepContext]:
+    """A block in which the current step has these fields changed."""
+    global _current
+    before, _current = _current, replace(_current, **changes)
+    try:
+        yield _current
+    finally:
+        _current = before
