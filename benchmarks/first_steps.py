@@ -22,11 +22,12 @@ from selfnorm.data.batches import Examples, TrainingBatches
 from selfnorm.kernels.dispatch import used_on
 from selfnorm.report.provenance import provenance
 from selfnorm.runtime.precision import precision
+from selfnorm.train.adam import make_adam
 from selfnorm.train.captured import CapturedStep
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.recipes import build_flow, build_loss, find_recipe
 from selfnorm.train.run import dataset_of, settled
-from selfnorm.train.step import EagerStep, Step, adam, learning_rate_at
+from selfnorm.train.step import EagerStep, Step, learning_rate_at
 
 RECIPES = (
     "mnist-fc-snf",
@@ -50,12 +51,12 @@ def losses(recipe: Recipe, data: Examples, steps: int, rate: Rate, *, captured: 
     with torch.no_grad():
         for parameter in loss.parameters() if off else ():
             parameter.mul_(1 + off * torch.randn_like(parameter))
-    step: Step = (CapturedStep if captured else EagerStep)(loss, adam(loss), batches, recipe.clip)
+    step: Step = (CapturedStep if captured else EagerStep)(loss, make_adam(loss), batches, recipe.clip)
     found: list[torch.Tensor] = []
     while len(found) < steps:
         taken = len(found)
         epoch, index = divmod(taken, batches.steps_per_epoch)
-        step(epoch, index, *(rate(at) for at in range(taken, taken + step.reach(index))))
+        step(epoch, index, *(rate(at) for at in range(taken, taken + step.steps_per_call(index))))
         found += step.losses.double().cpu()
     return torch.stack(found[:steps])
 

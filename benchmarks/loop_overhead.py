@@ -27,11 +27,12 @@ from record import Cell, at_least, parser, record
 from selfnorm.data import load_dataset
 from selfnorm.data.dataset import Dataset
 from selfnorm.report.provenance import provenance
+from selfnorm.train.adam import make_adam
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer, threads
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.recipes import find_recipe
-from selfnorm.train.step import EagerStep, adam
+from selfnorm.train.step import EagerStep
 
 TARGET = 10.0  # per cent
 
@@ -54,7 +55,7 @@ def time_calls(trainer: Trainer, call: Callable[[int, int], object]) -> float:
 
 def time_bare(recipe: Recipe, dataset: Dataset) -> float:
     trainer = fresh(recipe, dataset)
-    loss, batches, optimizer = trainer.loss, trainer.batches, adam(trainer.loss)
+    loss, batches, optimizer = trainer.loss, trainer.batches, make_adam(trainer.loss)
     optimizer.param_groups[0]["lr"] = recipe.learning_rate / 10
 
     def call(epoch: int, index: int) -> None:

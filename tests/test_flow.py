@@ -365,9 +365,9 @@ def test_a_surrogate_says_whether_it_is_a_likelihood():
 
 
 @pytest.mark.parametrize("levels", [None, 256])
-def test_a_flow_in_two_is_the_same_flow(levels):
+def test_a_flow_with_its_front_split_off_is_the_same_flow(levels):
     flow = fc_flow((1, 2, 3), levels=levels, standardize=True)
-    front, rest = flow.in_two()
+    front, rest = flow.split_front()
     assert not list(front.parameters())
     assert list(rest.parameters()) == list(flow.parameters())
     assert next(iter(rest.bijection)) is next(layer for layer in flow.bijection if list(layer.parameters()))
@@ -381,6 +381,6 @@ def test_a_flow_in_two_is_the_same_flow(levels):
 
 def test_a_flow_that_is_no_chain_has_nothing_in_front():
     flow = Flow(SelfNormLinear(3))
-    front, rest = flow.in_two()
+    front, rest = flow.split_front()
     assert len(front) == 0
     assert rest is flow

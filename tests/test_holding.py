@@ -9,6 +9,7 @@ from selfnorm import Chain, Flow, SelfNormConv2d, SelfNormLinear, SmoothLeakyReL
 from selfnorm.linalg.neumann import InfiniteVarianceError, draw_terms
 from selfnorm.models import conv_flow, fc_flow
 from selfnorm.objective import VARIANCE_CHECK, Loss
+from selfnorm.runtime.step import step_context
 
 
 def perturbed(flow):
@@ -25,8 +26,10 @@ def test_symmetric_reconstruction_by_hand(make):
     flow = perturbed(Flow(make()))
     layer = flow.bijection
     x = torch.randn(4, *((5,) if isinstance(layer, SelfNormLinear) else (1, 4, 3))).requires_grad_()
-    Loss(flow, 1.0, symmetric=True)(x.detach())
-    column = layer.surrogate(x).reconstruction[:, 0]
+    with step_context(symmetric=True):
+        column = layer.surrogate(x).reconstruction[:, 0]
+    _, metrics = Loss(flow, 1.0, symmetric=True)(x.detach())
+    torch.testing.assert_close(metrics.reconstruction[0] * x[0].numel(), column.mean().detach())
     h = x.detach()
     z = layer.apply_weight(h).detach()
     expected = (layer.reconstruction(h) + (layer.apply_weight(layer.apply_inverse(z)) - z).square().flatten(1).sum(1)) / 2
@@ -40,7 +43,8 @@ def test_symmetric_reconstruction_by_hand(make):
         torch.testing.assert_close(one, other)
     (passed_down,) = torch.autograd.grad(column.sum(), x, allow_unused=True)
     assert passed_down is None or not passed_down.any()
-    Loss(flow, 1.0)(h)
+    _, metrics = Loss(flow, 1.0)(h)
+    torch.testing.assert_close(metrics.reconstruction[0] * x[0].numel(), layer.reconstruction(h).mean().detach())
     torch.testing.assert_close(layer.surrogate(x).reconstruction[:, 0], layer.reconstruction(h))
 
 

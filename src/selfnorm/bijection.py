@@ -55,6 +55,10 @@ class InverseTracker(Protocol):
         """Makes the scalar `entry` the place of `residual`, so that one tensor holds those of several layers."""
         ...
 
+    def track(self, *, generator: torch.Generator | None = None) -> None:
+        """Lets R follow W, without waiting for the device."""
+        ...
+
     def settle(self) -> None:
         """Factorises W if R is lost; waits for the device."""
         ...

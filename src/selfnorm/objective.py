@@ -137,7 +137,7 @@ class Loss(nn.Module):
         return bool(self.probes or self.debias) or self.polish == "low-rank" or self.flow.draws_after_step
 
     def after_step(self, metrics: Metrics, *, generator: torch.Generator | None = None) -> None:
-        """Call after each optimiser step, with the metrics of its `forward`. Waits for the device if there are trackers or checks."""
+        """Call after each optimiser step, with the metrics of its `forward`. Trackers and checks wait for the device."""
         self.penalty.after_step(metrics.reconstruction)
         self.flow.after_step(generator=generator)
         if not self._counts:

@@ -68,7 +68,7 @@ class Steps:
     def __init__(self):
         self.taken = []
 
-    def reach(self, index):
+    def steps_per_call(self, index):
         return 5 if len(self.taken) >= 3 and index % 10 <= 5 else 1
 
     def __call__(self, epoch, index, *rates):

@@ -22,7 +22,7 @@ from selfnorm import (
     TrackedConv2d,
     TrackedLinear,
 )
-from selfnorm.layers.linear import SMALL_BLOCK
+from selfnorm.layers.exact import SMALL_BLOCK
 from selfnorm.runtime.precision import precision
 from support.kernel_checks import agree, normal, random_layer, trained
 

@@ -163,10 +163,10 @@ def test_a_sketch_draws_from_the_generator_it_is_given():
 
 @pytest.mark.parametrize("tracker", ["newton-schulz", "sketch"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_lost_inverse_is_factorised_anew_counted_and_told(name, tracker, device):
+def test_a_lost_inverse_is_factorised_again_counted_and_told(name, tracker, device):
     layer, _ = make(name, tracker)
     layer = moved(layer, 8.0).to(device)
-    with pytest.warns(RuntimeWarning, match=rf"{type(layer).__name__}.*{tracker} does not keep up.*\.fallbacks"):
+    with pytest.warns(RuntimeWarning, match=rf"{type(layer).__name__}.*{tracker} cannot keep up.*\.fallbacks"):
         layer.after_step()
     assert int(layer.fallbacks) == 1
     assert error_of(layer).norm() < 1e-8
@@ -298,7 +298,7 @@ def test_the_sketchs_rank():
 
 
 def test_the_largest_matrix_that_is_kept(monkeypatch):
-    monkeypatch.setattr("selfnorm.layers.tracked.LARGEST", 16)
+    monkeypatch.setattr("selfnorm.layers.tracked.LARGEST_DENSE_INVERSE", 16)
     assert TrackedConv2d(1, 3, (4, 4)).weight_inv.shape == (16, 16)
     with pytest.raises(ValueError, match="at most 16 dimensions"):
         TrackedConv2d(1, 3, (4, 5))

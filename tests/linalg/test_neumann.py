@@ -279,14 +279,15 @@ def test_finite_variance_passes(radius, keep):
 @pytest.mark.parametrize(("radius", "keep"), [(0.5, 0.25), (0.8, 0.5)])
 def test_infinite_variance_is_refused(radius, keep):
     with pytest.raises(
-        ValueError, match=r"SelfNormLinear\(3, bias=True\): expected .* got .*infinite variance.*λ.*raise keep above"
+        ValueError,
+        match=r"SelfNormLinear\(3, bias=True\): expected .* got .*infinite variance.*reconstruction_weight.*raise keep above",
     ):
         expect_finite_variance(SelfNormLinear(3), radius, keep)
 
 
 @pytest.mark.parametrize("radius", [1.0, 3.0, float("inf"), float("nan")])
 def test_a_series_that_diverges_is_refused_whatever_keep_is(radius):
-    with pytest.raises(ValueError, match=r"no keep makes the gradient unbiased; .*λ of the reconstruction$"):
+    with pytest.raises(ValueError, match=r"no keep makes the gradient unbiased; .*a larger reconstruction_weight$"):
         expect_finite_variance(SelfNormLinear(3), radius, 0.99)
 
 

@@ -1,35 +1,47 @@
-"""Branches beside the main line: nothing without somebody who branches, and held memory until the join."""
+"""Branches of a step: without any, nothing happens; with them, memory is held until the join."""
 
 import pytest
 import torch
 
-from selfnorm.runtime.streams import Branches, beside, branching, join
+from selfnorm.runtime.step import current_step, step_context
+from selfnorm.runtime.streams import Branches, branching
 
 
 def test_nothing_happens_without_branches():
-    with beside(torch.ones(1)):
+    with current_step().beside(torch.ones(1)):
         pass
-    join()
-    with branching(None), beside(taped=True):
-        join()
+    current_step().join()
+    with branching(None) as step, step.beside(recorded=True):
+        step.join()
+
+
+def test_a_step_context_is_current_in_its_block_and_restored_after_an_error():
+    outside = current_step()
+    with pytest.raises(KeyError), step_context(symmetric=True) as outer:
+        assert current_step() is outer and outer.symmetric
+        with step_context(kernel_devices=()) as inner:
+            assert current_step() is inner and inner.symmetric and inner.kernel_devices == ()
+        assert current_step() is outer
+        raise KeyError
+    assert current_step() is outside and not outside.symmetric
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("taped", [False, True])
-def test_branches_work_beside_and_are_joined(taped):
+@pytest.mark.parametrize("recorded", [False, True])
+def test_branches_work_beside_and_are_joined(recorded):
     device = torch.device("cuda")
     branches = Branches(device)
     x = torch.randn(2000, 2000, device=device)
     expected = [x @ x for _ in range(3)]
     main = torch.cuda.current_stream()
-    with branching(branches):
+    with branching(branches) as step:
         found = []
         for _ in range(3):
-            with beside(x, taped=taped):
+            with step.beside(x, recorded=recorded):
                 assert torch.cuda.current_stream() != main
                 found.append(x @ x)
         assert sum(held is x for held in branches._held) == 3
-        join()
+        step.join()
         assert not branches._held
         total = sum(found)
     assert torch.cuda.current_stream() == main
@@ -43,12 +55,12 @@ def test_branches_can_be_captured():
     (x @ x).sum()
     graph = torch.cuda.CUDAGraph()
     branches = Branches(device)
-    with torch.cuda.graph(graph), branching(branches):
-        with beside(x):
+    with torch.cuda.graph(graph), branching(branches) as step:
+        with step.beside(x):
             square = x @ x
-        with beside(x):
+        with step.beside(x):
             double = 2 * x
-        join()
+        step.join()
         out.copy_(square + double)
     for _ in range(3):
         x.normal_()

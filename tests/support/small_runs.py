@@ -6,12 +6,12 @@ import torch
 
 from selfnorm.data import load_dataset
 from selfnorm.data.batches import Examples, TrainingBatches
+from selfnorm.train.adam import make_adam
 from selfnorm.train.checkpoint import read
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
 from selfnorm.train.recipe import override
 from selfnorm.train.recipes import build_flow, build_loss, find_recipe
-from selfnorm.train.step import adam
 
 SMALL = ("layers=2", "epochs=6", "validate_every=2", "test_samples=1")
 
@@ -57,4 +57,4 @@ def made(kind, device, *settings, recipe="digits-fc-snf", block=5):
     batches = TrainingBatches(Examples(data.train, data.levels, device), recipe.batch_size, recipe.seed, jitter=recipe.jitter)
     batches.block = block
     loss.flow.initialize(batches.batch(0, 0))
-    return kind(loss, adam(loss), batches, recipe.clip)
+    return kind(loss, make_adam(loss), batches, recipe.clip)

@@ -12,16 +12,18 @@ import torch
 
 from selfnorm.data import load_dataset
 from selfnorm.data.batches import TrainingBatches
-from selfnorm.kernels.dense.factored import Collector, SingleRecord
 from selfnorm.kernels.dispatch import used_on
 from selfnorm.layers.linear import LinearMap
 from selfnorm.layers.tracked import TrackedLinear
 from selfnorm.linalg.factors import ExactFactors
+from selfnorm.runtime.gradients import GradientCollector
 from selfnorm.runtime.precision import precision
-from selfnorm.train.captured import CapturedStep, _steps_per_graph, can_be_captured, shared_step
+from selfnorm.train import adam as adam_module
+from selfnorm.train.adam import share_step_count, steps_taken
+from selfnorm.train.captured import CapturedStep, _steps_per_graph, can_be_captured
 from selfnorm.train.loop import Trainer
 from selfnorm.train.run import resume_run, start_run
-from selfnorm.train.step import EagerStep, steps_taken
+from selfnorm.train.step import EagerStep
 from selfnorm.train.stopping import DivergedError, StoppedError, StopRequests
 from support.small_runs import SMALL, assert_same_runs, digits, made, started
 
@@ -32,7 +34,7 @@ def course(step, steps):
     per_epoch = step.batches.steps_per_epoch
     while taken < steps:
         epoch, index = divmod(taken, per_epoch)
-        n = min(step.reach(index), steps - taken)
+        n = min(step.steps_per_call(index), steps - taken)
         metrics = step(epoch, index, *[1e-4 * (1 + (taken + i) / 10) for i in range(n)])
         losses += step.losses.tolist()
         surrogate, errors = surrogate + metrics.surrogate.sum().item(), errors + metrics.reconstruction.sum(0).cpu()
@@ -75,11 +77,11 @@ def test_the_losses_are_those_of_the_eager_step(device, case):
 
 def test_a_call_takes_as_many_steps_as_are_left_in_a_block():
     step = made(CapturedStep, torch.device("cpu"))
-    assert step.reach(0) == 1, "the first ones warm up"
+    assert step.steps_per_call(0) == 1, "the first ones warm up"
     for index in range(3):
         step(0, index, 1e-3)
     # 12 steps in an epoch: two blocks of 5 and one of 2.
-    assert [step.reach(index) for index in (0, 1, 4, 5, 6, 9, 10, 11)] == [5, 1, 1, 5, 1, 1, 1, 1]
+    assert [step.steps_per_call(index) for index in (0, 1, 4, 5, 6, 9, 10, 11)] == [5, 1, 1, 5, 1, 1, 1, 1]
 
 
 def test_graphs_hold_as_many_steps_as_divide_a_block_and_few_modules():
@@ -114,7 +116,7 @@ def test_no_step_waits_for_the_device(case, never_waiting):
     with never_waiting():
         while taken < 2 * step.batches.steps_per_epoch:
             epoch, index = divmod(taken, step.batches.steps_per_epoch)
-            n = step.reach(index)
+            n = step.steps_per_call(index)
             step(3 + epoch, index, *[1e-4] * n)
             taken += n
     assert step.losses.isfinite().all()
@@ -131,7 +133,7 @@ def test_no_epoch_waits_for_the_device_before_its_end(never_waiting):
             next(pieces)
         while trainer.epoch < 4:
             index = trainer.progress.step % steps
-            if index + trainer._step.reach(index) == steps:
+            if index + trainer._step.steps_per_call(index) == steps:
                 next(pieces)  # here the epoch's metrics are read
                 continue
             with never_waiting():
@@ -233,7 +235,7 @@ def test_the_exact_likelihood_follows_weights_that_a_graph_has_changed():
     scores = []
     for epoch in range(3):
         for start in (0, 5):
-            step(epoch, start, *[1e-3] * step.reach(start))
+            step(epoch, start, *[1e-3] * step.steps_per_call(start))
         with torch.no_grad():
             scores.append(step.loss.flow.log_prob(x).mean().item())
             fresh = copy.deepcopy(step.loss.flow)
@@ -284,7 +286,7 @@ def test_adam_counts_once_for_all(device):
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # of the step-by-step kernels
 @pytest.mark.usefixtures("kernels")
 def test_flags_and_counts_by_kernels(device):
-    from selfnorm.kernels.dense.guard import begin_update, few_and_small, note_lost
+    from selfnorm.kernels.dense.adam import begin_update, few_and_small, note_lost
 
     for failed, late, lost, advance in itertools.product((0.0, 1.0), (0.0, 1.0), (0.0, 1.0), (True, False)):
         flags = [torch.tensor(value, dtype=torch.float32, device=device) for value in (failed, late, lost, 0.5, 7.0)]
@@ -324,24 +326,29 @@ def test_flags_and_counts_by_kernels(device):
 @pytest.mark.usefixtures("kernels")
 def test_trackers_are_waited_for_before_anything_reads_what_they_write(device, monkeypatch):
     """Late as they may be: joined, and looked at, before flags are set and weights move."""
-    from selfnorm.kernels.dense import guard
+    from selfnorm.kernels.dense import adam as kernels
 
     step, order = made(CapturedStep, device, recipe="digits-fc-tracked"), []
 
     def noted(name, function):
         return lambda *args, **options: (order.append(name), function(*args, **options))[1]
 
-    for owner, name in ((guard, "note_lost"), (guard, "begin_update"), (SingleRecord, "apply_adam"), (Collector, "take")):
+    for owner, name in (
+        (kernels, "note_lost"),
+        (kernels, "begin_update"),
+        (adam_module, "update_from_factors"),
+        (GradientCollector, "take"),
+    ):
         monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
-    monkeypatch.setattr(step._trackers, "join", noted("join", step._trackers.join))
+    monkeypatch.setattr(step._tracker_branches, "join", noted("join", step._tracker_branches.join))
     monkeypatch.setattr(TrackedLinear, "track", noted("track", TrackedLinear.track))
     monkeypatch.setattr(TrackedLinear, "settle", lambda self: None)
-    assert step._late and step._tracked
+    assert step._tracks_late and step._trackers
     step(0, 0, 1e-3, 1e-3)
-    each = ["take", "join", "note_lost", "begin_update", "apply_adam", "apply_adam", "track", "track"]
+    each = ["take", "join", "note_lost", "begin_update", "update_from_factors", "update_from_factors", "track", "track"]
     assert order == [*each, *each, "join", "note_lost", "begin_update"]
     waits = []  # what is called before anything is multiplied out
-    monkeypatch.setattr(Collector, "take", lambda self, wait=None: waits.append(wait) or [])
+    monkeypatch.setattr(GradientCollector, "take", lambda self, wait=None: waits.append(wait) or [])
     step(0, 2, 1e-3)
     assert waits == [step._wait_for_trackers]
 
@@ -408,7 +415,7 @@ def test_a_step_that_changes_nothing_moves_no_multiplier(device, penalty):
     assert all(torch.equal(value, before[name]) for name, value in step.loss.penalty.state_dict().items())
     step.go_on()
     step(0, 1, 1e-3)
-    assert not torch.equal(step.loss.penalty.weight, before["weight"])
+    assert not torch.equal(step.loss.penalty.reconstruction_weight, before["reconstruction_weight"])
 
 
 def test_a_sketch_that_is_lost_stays_so_until_it_is_settled(device):
@@ -426,7 +433,7 @@ def test_the_shared_count_goes_on_from_the_highest():
     optimizer = torch.optim.Adam(parameters, fused=True)
     parameters[2].grad = torch.ones(2)
     optimizer.step()
-    assert shared_step(optimizer, parameters) == 1
+    assert share_step_count(optimizer, parameters) == 1
 
 
 def test_metrics_are_the_callers_own():
@@ -450,8 +457,8 @@ def test_an_update_that_failed_itself_is_not_counted(device):
     step = made(CapturedStep, device)
     for index in range(2):
         step(0, index, 1e-3)
-    step._late_failure.fill_(1.0)
+    step._adam.flags.late_failure.fill_(1.0)
     step(0, 2, 1e-3)
     assert step.failed
-    assert not step._late_failure
+    assert not step._adam.flags.late_failure
     assert steps_taken(step.optimizer) == 1, "the second is the one that failed"

@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from selfnorm import Chain, Flow, RelativeLinear, SelfNormLinear, SmoothLeakyReLU, TrackedLinear
-from selfnorm.kernels.dense.factored import Collector, PairRecord, SingleRecord, add_to_grad, factored_gradients
+from selfnorm.kernels.dense.factored import PairGradient, SingleGradient
 from selfnorm.kernels.dispatch import used_on
+from selfnorm.runtime.gradients import AdamArguments, GradientCollector, add_to_grad, collected_gradients
+from selfnorm.runtime.gradients import Moments as AdamMoments
+from selfnorm.runtime.step import step_context
+from selfnorm.train.adam import update_from_factors
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 KINDS = [SelfNormLinear, RelativeLinear, TrackedLinear]
@@ -42,12 +46,16 @@ class Moments:
 
     def __call__(self, parameter):
         if parameter not in self.kept:
-            self.kept[parameter] = (torch.zeros_like(parameter), torch.zeros_like(parameter), parameter.new_zeros(()))
+            self.kept[parameter] = AdamMoments(torch.zeros_like(parameter), torch.zeros_like(parameter), parameter.new_zeros(()))
         return self.kept[parameter]
 
     def count_step(self):
         for _, _, step in self.kept.values():
             step.add_(1)
+
+
+def apply_adam(record, state, lr, frozen, failed):
+    update_from_factors(record, [state(p) for p in record.parameters], AdamArguments(lr, frozen, failed, BETAS, EPS))
 
 
 def train(layer, data, plain=False):
@@ -57,7 +65,7 @@ def train(layer, data, plain=False):
     state, rest = Moments(), torch.optim.Adam([layer.bias], lr=0.01)
     for x in data:
         rest.zero_grad()
-        with factored_gradients() as collected:
+        with collected_gradients() as collected:
             loss_of(layer, x).backward()
         records = collected.take()
         assert [p for record in records for p in record.parameters] == [p for p in layer.parameters() if p is not layer.bias]
@@ -70,9 +78,9 @@ def train(layer, data, plain=False):
         for record in records:
             if plain:
                 with used_on():
-                    record.apply_adam(state, lr, frozen, failed, BETAS, EPS)
+                    apply_adam(record, state, lr, frozen, failed)
             else:
-                record.apply_adam(state, lr, frozen, failed, BETAS, EPS)
+                apply_adam(record, state, lr, frozen, failed)
         rest.step()
         layer.after_step()
         assert failed == 0
@@ -104,13 +112,13 @@ def test_the_plain_step_is_torchs_adam_to_the_last_digits(pair):
         a, b, c, d, s = *(torch.randn(3, 5) for _ in range(4)), torch.randn(3)
         twins[0].grad = a.T @ b + (s.sum() / 2 if pair else s.sum()) * twins[1].detach().T
         twins[1].grad = c.T @ d - s.sum() / 2 * twins[0].detach().T if pair else None
-        record = PairRecord(W, R, a, b, c, d, s) if pair else SingleRecord(W, a, b, R, True, s)
-        for parameter, gradient in zip(record.parameters, record.gradients(), strict=True):
+        record = PairGradient(W, R, a, b, c, d, s) if pair else SingleGradient(W, a, b, R, True, s)
+        for parameter, gradient in zip(record.parameters, record.multiplied(), strict=True):
             torch.testing.assert_close(gradient, twins[0 if parameter is W else 1].grad)
             state(parameter)
         optimizer.step()
         state.count_step()
-        record.apply_adam(state, torch.tensor(0.02), torch.zeros(()), torch.zeros(()), BETAS, EPS)
+        apply_adam(record, state, torch.tensor(0.02), torch.zeros(()), torch.zeros(()))
     for one, other in zip((W, R), twins, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
@@ -120,8 +128,8 @@ def test_the_plain_step_heeds_its_switches():
         W, state, failed = torch.nn.Parameter(torch.ones(3, 3)), Moments(), torch.zeros(())
         state(W)
         state.count_step()
-        record = SingleRecord(W, a, torch.ones(2, 3), torch.ones(3, 3), False, torch.ones(2))
-        record.apply_adam(state, torch.tensor(0.1), torch.tensor(frozen), failed, BETAS, EPS)
+        record = SingleGradient(W, a, torch.ones(2, 3), torch.ones(3, 3), False, torch.ones(2))
+        apply_adam(record, state, torch.tensor(0.1), torch.tensor(frozen), failed)
         return W.detach(), float(failed)
 
     bad = torch.ones(2, 3)
@@ -140,13 +148,13 @@ def test_without_a_collector_or_kernels_all_is_as_ever(device, kernels, kind):
     loss_of(layer, x).backward()
     expected = [parameter.grad for parameter in layer.parameters()]
     layer.zero_grad()
-    with used_on(), factored_gradients() as collected:
+    with used_on(), collected_gradients() as collected:
         loss_of(layer, x).backward()
     assert collected.take() == []
     for parameter, gradient in zip(layer.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
     layer.zero_grad()
-    with factored_gradients() as collected:
+    with collected_gradients() as collected:
         loss_of(layer, x).backward()
     add_to_grad(collected.take())
     for parameter, gradient in zip(layer.parameters(), expected, strict=True):
@@ -172,7 +180,7 @@ def test_what_is_shared_becomes_an_ordinary_gradient(device, kernels, kind, how)
     expected = [parameter.grad for parameter in layer.parameters()]
     layer.zero_grad()
     other.zero_grad()
-    with factored_gradients() as collected:
+    with collected_gradients() as collected:
         run()
     before = []  # what stood in .grad when `wait` was called, which is to come first
     (record,) = collected.take(wait=lambda: before.append(layer.weight.grad is None))
@@ -184,14 +192,14 @@ def test_what_is_shared_becomes_an_ordinary_gradient(device, kernels, kind, how)
 
 def test_a_record_goes_where_the_forward_pass_said(device, kernels):
     layer, (x,) = made(SelfNormLinear, device), batches(device, number=1)
-    with factored_gradients() as first:
+    with collected_gradients() as first:
         value = loss_of(layer, x)
-        with factored_gradients() as second:
+        with collected_gradients() as second:
             thread = threading.Thread(target=value.backward)
             thread.start()
             thread.join()
     assert second.take() == [] and len(first.take(wait=lambda: pytest.fail("nothing to wait for"))) == 1
-    with factored_gradients():
+    with collected_gradients():
         pass
     loss_of(layer, x).backward()
     assert layer.weight.grad is not None
@@ -201,7 +209,7 @@ def test_a_record_goes_where_the_forward_pass_said(device, kernels):
 def test_a_frozen_weight_has_no_record(device, kernels, frozen):
     layer, (x,) = made(SelfNormLinear, device), batches(device, number=1)
     getattr(layer, frozen).requires_grad_(False)
-    with factored_gradients() as collected:
+    with collected_gradients() as collected:
         loss_of(layer, x).backward()
     assert collected.take() == [] and getattr(layer, frozen).grad is None
     assert getattr(layer, "weight_inv" if frozen == "weight" else "weight").grad is not None
@@ -209,8 +217,7 @@ def test_a_frozen_weight_has_no_record(device, kernels, frozen):
 
 def test_the_symmetric_reconstruction_keeps_ordinary_gradients(device, kernels):
     layer, (x,) = made(SelfNormLinear, device), batches(device, number=1)
-    layer.symmetric = True
-    with factored_gradients() as collected:
+    with step_context(symmetric=True), collected_gradients() as collected:
         loss_of(layer, x).backward()
     assert collected.take() == [] and layer.weight.grad is not None
 
@@ -218,7 +225,7 @@ def test_the_symmetric_reconstruction_keeps_ordinary_gradients(device, kernels):
 def test_a_chain_leaves_a_record_for_each_layer(device, kernels):
     flow = Flow(Chain(SelfNormLinear(12), SmoothLeakyReLU(), TrackedLinear(12), RelativeLinear(12))).to(device, torch.float32)
     (x,) = batches(device, number=1)
-    with factored_gradients() as collected:
+    with collected_gradients() as collected:
         _, log_det, reconstruction = flow.surrogate(x)
         (reconstruction.sum() - log_det.mean()).backward()
     records = collected.take()
@@ -228,4 +235,4 @@ def test_a_chain_leaves_a_record_for_each_layer(device, kernels):
 
 
 def test_a_collector_starts_empty():
-    assert Collector().take() == []
+    assert GradientCollector().take() == []

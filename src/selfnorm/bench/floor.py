@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.bench.timing import Effort, Failure, Work, measure
+from selfnorm.bijection import Bijection
 from selfnorm.kernels.dispatch import used_on
-from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
 
 PASSES = 7  # over a parameter, in a step with Adam
 
@@ -83,8 +83,9 @@ def count(step: Callable[[], object], module: nn.Module) -> Counts:
     with used_on(), FlopCounterMode(display=False, custom_mapping=_linear_algebra()) as counter:
         step()
     activations = saved_bytes(step, module)
-    tracked = [layer for layer in module.modules() if isinstance(layer, TrackedLinear | TrackedConv2d)]
-    moved = PASSES * parameter_bytes(module) + 2 * sum(layer.weight_inv.nbytes for layer in tracked) + 2 * activations
+    trackers = [layer.inverse_tracker for layer in module.modules() if isinstance(layer, Bijection)]
+    inverses = sum(tracker.weight_inv.nbytes for tracker in trackers if tracker is not None)
+    moved = PASSES * parameter_bytes(module) + 2 * inverses + 2 * activations
     return Counts(float(counter.get_total_flops()), float(moved), float(activations))
 
 

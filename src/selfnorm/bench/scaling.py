@@ -17,10 +17,9 @@ from selfnorm.bench.graph import captured
 from selfnorm.bench.table import BenchTable, Cell, Note, Told, blocks_of, in_full, machine_of, measuring, significant, source_of
 from selfnorm.bench.timing import Effort, Failure, Timing, Work, measure, reason_for
 from selfnorm.bijection import Bijection
-from selfnorm.kernels.dense.factored import factored_gradients
-from selfnorm.layers.tracked import TrackedLinear
 from selfnorm.models import LINEAR
-from selfnorm.train.step import BETAS, EPS, adam_tensors
+from selfnorm.runtime.gradients import AdamArguments, collected_gradients
+from selfnorm.train.adam import BETAS, EPS, moments_of, update_from_factors
 
 BATCH = 128
 SMALLEST = 32
@@ -93,25 +92,23 @@ def layer_step(layer: Bijection, x: Tensor, optimizer: torch.optim.Adam | None =
     """
     x = x.detach().requires_grad_()
     rate, frozen, failed = x.new_tensor([optimizer.param_groups[0]["lr"] if optimizer else 0.0, 0.0, 0.0]).detach()
-
-    def state(parameter: nn.Parameter) -> tuple[Tensor, Tensor, Tensor]:
-        assert optimizer is not None
-        return adam_tensors(optimizer, parameter)
+    adam = AdamArguments(rate, frozen, failed, BETAS, EPS)
 
     def run() -> None:
         layer.zero_grad(set_to_none=True)
         x.grad = None
-        with nullcontext() if optimizer is None else factored_gradients() as collected:
+        with nullcontext() if optimizer is None else collected_gradients() as collector:
             z, log_det, reconstruction = layer.surrogate(x)
             loss = (0.5 * z.square().sum() - log_det.sum() + reconstruction.sum()) / len(x)
             loss.backward()
-        for record in collected.take() if collected else ():
-            torch._foreach_add_([state(parameter)[2] for parameter in record.parameters], 1)
-            record.apply_adam(state, rate, frozen, failed, BETAS, EPS)
-        if optimizer is not None:
+        if optimizer is not None and collector is not None:
+            for gradient in collector.take():
+                moments = [moments_of(optimizer, parameter) for parameter in gradient.parameters]
+                torch._foreach_add_([each.step for each in moments], 1)
+                update_from_factors(gradient, moments, adam)
             optimizer.step()
-        if isinstance(layer, TrackedLinear):
-            layer.track()  # `after_step` without the look at the device, which a training loop takes now and then
+        if layer.inverse_tracker is not None:
+            layer.inverse_tracker.track()  # `after_step` without the wait for the device, which a training loop does rarely
 
     return run
 

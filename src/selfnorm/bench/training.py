@@ -13,9 +13,10 @@ from selfnorm.bench.models import Model
 from selfnorm.bench.timing import Work
 from selfnorm.data.batches import Examples, TrainingBatches
 from selfnorm.objective import Loss
+from selfnorm.train.adam import make_adam
 from selfnorm.train.captured import CapturedStep, can_be_captured
 from selfnorm.train.recipes import build_flow, build_loss
-from selfnorm.train.step import EagerStep, Step, adam
+from selfnorm.train.step import EagerStep, Step
 
 STEPS = 200  # in an epoch; each of them draws its order anew
 FAILED_STEP = "a step had a non-finite loss or gradient, or lost a tracked inverse"
@@ -48,9 +49,9 @@ def training_step(model: Model, device: torch.device) -> TrainingStep:
     examples = batches.examples
     loss = build_loss(recipe, build_flow(recipe, model.shape, model.levels)).to(device)
     loss.flow.initialize(examples.spread(recipe.init_examples or recipe.batch_size, recipe.seed))
-    one = EagerStep(loss, adam(loss), batches, recipe.clip)
+    one = EagerStep(loss, make_adam(loss), batches, recipe.clip)
     captures = can_be_captured(loss, batches)
-    step: Step = CapturedStep(loss, adam(loss), batches, recipe.clip) if captures else one  # its Adam counts in its own way
+    step: Step = CapturedStep(loss, make_adam(loss), batches, recipe.clip) if captures else one  # its Adam counts in its own way
     # A call of a captured step takes some steps of a block of batches: a whole block is a whole number of such calls.
     return TrainingStep(
         Work(_Stepper(step, batches, batches.block if captures else 1), batches.block if captures else 1),
@@ -78,7 +79,7 @@ class _Stepper:
     def __call__(self) -> None:
         left = self.n
         while left > 0:
-            several = self.step.reach(self._index)
+            several = self.step.steps_per_call(self._index)
             self.step(self._epoch, self._index, *[RATE] * several)
             left -= several
             self._index += several

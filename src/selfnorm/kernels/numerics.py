@@ -6,9 +6,10 @@ them. NVIDIA's assemblers 12.8 (the one in Triton 3.6 and 3.7), 12.9 and 13.0 ge
 then read the pixels of other taps. Dividing by multiplication in 32 bits avoids this.
 
 Truncation. Matrix units take the upper 10 bits of a float32 factor's mantissa and cut off the rest, always towards 0. If
-mantissas m in [1, 2) have density 1/(m·log 2), as those of many numbers do, a factor becomes too small by 2⁻¹¹·E[1/m] = 2⁻¹²/log
-2, and a product by twice as much: 7.0e-4, where 7.1e-4 was measured. Multiplying the result by the inverse leaves an error like
-that of rounding to nearest. Rounding each factor instead took a product of 100 × 784 by 784 × 784 from 7.2 to 11.4 µs.
+mantissas m in [1, 2) have density 1/(m·log 2), as those of many numbers do, a factor becomes too small by
+2⁻¹¹·E[1/m] = 2⁻¹²/log 2, and a product by twice as much: 7.0e-4, where 7.1e-4 was measured. Multiplying it back into the result
+leaves an error like that of rounding to nearest. Rounding each factor instead took a product of 100 × 784 by 784 × 784 from 7.2
+to 11.4 µs.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection, Surrogate
 from selfnorm.kernels.dispatch import usable
-from selfnorm.layers.linear import refuse_second_derivative
+from selfnorm.runtime.autograd import refuse_second_derivative
 from selfnorm.runtime.checks import count, describe, event_shape, expect_batch, expect_shape
 
 

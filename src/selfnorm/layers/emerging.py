@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection, Chain, Surrogate, located
+from selfnorm.kernels.conv.choice import PLAIN, conv_kernels_fit
 from selfnorm.layers.exact import Conv1x1
-from selfnorm.layers.linear import PLAIN, FusedConv, in_full_precision, odd_kernel
+from selfnorm.layers.linear import odd_kernel
 from selfnorm.linalg.convmatrix import Geometry, conv_matrix, convolve, dirac, flip, kernel_gradient
 from selfnorm.linalg.factors import SingularWeightError, widen
+from selfnorm.runtime.autograd import in_full_precision
 from selfnorm.runtime.checks import count, describe, expect_like, expect_shape
 
 Mask = Literal["quadrant", "raster"]
@@ -92,9 +94,10 @@ class AutoregressiveConv2d(Bijection):
     @in_full_precision
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
         self._check_input(x)
-        if FusedConv.takes(x, self.weight, self.bias):
-            z, log_det = FusedConv.apply(x, self.weight, self.bias, "triangular", self.taps)
-            return Surrogate.exact(z, log_det)
+        if conv_kernels_fit(x, self.weight, self.bias):
+            from selfnorm.kernels.conv.plain import FusedConv
+
+            return Surrogate.exact(*FusedConv.apply(x, self.weight, self.bias, "triangular", self.taps))
         return Surrogate.exact(self._apply_weight(x), _log_abs_det(self._diagonal(), x))
 
     def _check_input(self, x: Tensor) -> None:

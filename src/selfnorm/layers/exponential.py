@@ -1,22 +1,22 @@
-"""The convolution exponential: invertible for any kernel, at the same cost both ways, with a trace for its log-determinant."""
+"""The convolution exponential: invertible for any kernel, equally fast in both directions, with a trace as log-determinant."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection, Chain, Surrogate, located
-from selfnorm.kernels.dispatch import usable
+from selfnorm.kernels.conv.choice import conv_kernels_fit
 from selfnorm.layers.exact import Conv1x1
-from selfnorm.layers.linear import backward_in_full_precision, in_full_precision, odd_kernel, refuse_second_derivative
+from selfnorm.layers.linear import odd_kernel
 from selfnorm.linalg.convmatrix import Geometry, convolve
 from selfnorm.linalg.factors import widen
+from selfnorm.runtime.autograd import in_full_precision
 from selfnorm.runtime.checks import count, expect_like, expect_shape
 
-# At this norm the terms that are left out come to at most 1.07e-4·‖x‖ after 6 and 3e-12·‖x‖ after 13.
+# At this norm the terms left out come to at most 1.07e-4·‖x‖ after 6 and 3e-12·‖x‖ after 13.
 LARGEST_NORM = 0.9
 TRAINING_TERMS, EXACT_TERMS = 6, 13
 SQUARINGS = 8
@@ -54,40 +54,41 @@ class ConvExponential(Bijection):
     @in_full_precision
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         k = self._kernel_for(x)
-        return _exponential(x, k, EXACT_TERMS) + self.bias[:, None, None], _log_det(x, k)
+        return _exponential(x, k, EXACT_TERMS) + self.bias[:, None, None], _trace_log_det(x, k)
 
     @in_full_precision
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         k = -self._kernel_for(z)
-        return _exponential(z - self.bias[:, None, None], k, EXACT_TERMS), _log_det(z, k)
+        return _exponential(z - self.bias[:, None, None], k, EXACT_TERMS), _trace_log_det(z, k)
 
     @in_full_precision
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
         self._check_input(x)
-        if _FusedSeries.takes(x, self.weight, self.bias):
-            k = self._held_kernel(x)
-            z, log_det = _FusedSeries.apply(x, k, self.bias, TRAINING_TERMS)
-            return Surrogate.exact(z, log_det)
+        if conv_kernels_fit(x, self.weight, self.bias):
+            from selfnorm.kernels.conv.series import FusedConvSeries
+
+            return Surrogate.exact(*FusedConvSeries.apply(x, self._fused_kernel_for(x), self.bias, TRAINING_TERMS))
         k = self._kernel_for(x)
         z = _exponential(x, k, TRAINING_TERMS) + self.bias[:, None, None]
-        return Surrogate.exact(z, _log_det(x, k))
+        return Surrogate.exact(z, _trace_log_det(x, k))
 
     def _check_input(self, x: Tensor) -> None:
         expect_shape(self, x, self.channels, "H", "W")
         expect_like(self, x, self.weight)
 
     def _kernel_for(self, x: Tensor) -> Tensor:
+        """k = w·min(1, 0.9/σ(w)) for images of x's size."""
         self._check_input(x)
         sigma = norm_bound(self.weight, (x.shape[2], x.shape[3]))
         return self.weight * (LARGEST_NORM / sigma.clamp_min(LARGEST_NORM))
 
-    def _held_kernel(self, x: Tensor) -> Tensor:
-        """The same by kernels, if there are few channels."""
-        from selfnorm.kernels.conv.symbolnorm import LARGEST
+    def _fused_kernel_for(self, x: Tensor) -> Tensor:
+        """The same k, by Triton kernels if there are few channels."""
+        from selfnorm.kernels.conv.norm_limit import MOST_NORM_CHANNELS, NormLimitedKernel
 
-        if self.channels > LARGEST:
+        if self.channels > MOST_NORM_CHANNELS:
             return self._kernel_for(x)
-        return _HeldKernel.apply(self.weight, _torus(self.weight, (x.shape[2], x.shape[3])))
+        return NormLimitedKernel.apply(self.weight, _torus(self.weight, (x.shape[2], x.shape[3])), SQUARINGS, LARGEST_NORM)
 
 
 class ExpConv2d(Chain):
@@ -103,58 +104,6 @@ class ExpConv2d(Chain):
     def __init__(self, channels: int, kernel_size: int | Sequence[int] = 3, mix: bool = True) -> None:
         with located(type(self).__name__):
             super().__init__(*([Conv1x1(channels)] if mix else []), ConvExponential(channels, kernel_size))
-
-
-class _FusedSeries(torch.autograd.Function):
-    """x (N, C, H, W), k, b -> Σ_{i ≤ terms} T(k)ⁱx / i! + b, log-determinant (N,), by kernels: one there, three back."""
-
-    @staticmethod
-    def takes(x: Tensor, k: Tensor, b: Tensor) -> bool:
-        """Whether kernels can do it: for small images."""
-        if not usable(x, k, b):
-            return False
-        from selfnorm.kernels.conv.selfnorm import fits
-
-        return fits(x, k)
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, k: Tensor, b: Tensor, terms: int) -> tuple[Tensor, Tensor]:
-        from selfnorm.kernels.conv.series import series_forward
-
-        z, log_det, kept = series_forward(x, k, b, terms)
-        ctx.save_for_backward(x, k, kept)
-        ctx.terms = terms
-        return z, log_det
-
-    @staticmethod
-    @backward_in_full_precision
-    def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        refuse_second_derivative()
-        from selfnorm.kernels.conv.series import series_backward
-
-        x, k, kept = ctx.saved_tensors
-        return *series_backward(x, k, kept, grad_z, grad_log_det, ctx.terms), None
-
-
-class _HeldKernel(torch.autograd.Function):
-    """w -> w·min(1, 0.9/σ(w)) by kernels: two there, of which the second differentiates σ, too, if it is above 0.9; one back."""
-
-    @staticmethod
-    def forward(ctx: Any, w: Tensor, torus: tuple[int, int]) -> Tensor:
-        from selfnorm.kernels.conv.symbolnorm import held_forward
-
-        k, sigma, slope = held_forward(w, torus, SQUARINGS, LARGEST_NORM)
-        ctx.save_for_backward(w, sigma, slope)
-        return k
-
-    @staticmethod
-    @backward_in_full_precision
-    def backward(ctx: Any, grad_k: Tensor) -> tuple[Tensor, None]:
-        refuse_second_derivative()
-        from selfnorm.kernels.conv.symbolnorm import held_backward
-
-        w, sigma, slope = ctx.saved_tensors
-        return held_backward(w, sigma, slope, grad_k, LARGEST_NORM), None
 
 
 def norm_bound(w: Tensor, size: tuple[int, int], squarings: int = SQUARINGS) -> Tensor:
@@ -174,31 +123,31 @@ def norm_bound(w: Tensor, size: tuple[int, int], squarings: int = SQUARINGS) -> 
     symbols = torch.fft.rfft2(w, s=_torus(w, size)).flatten(2).permute(2, 0, 1)  # (frequencies, C, C)
     with torch.no_grad():
         worst = _schatten(symbols, squarings).argmax(0, keepdim=True)
-    # Only the largest has a gradient: to compute that one again costs less than to go back through them all.
+    # Only the largest has a gradient. Computing it again costs less than backpropagating through all of them.
     return _schatten(symbols.index_select(0, worst), squarings).squeeze(0)
 
 
 def _torus(w: Tensor, size: tuple[int, int]) -> tuple[int, int]:
-    """So large that nothing wraps round into an image of this size."""
+    """The sides of the smallest torus on which nothing wraps around into an image of this size."""
     return max(size[0] + w.shape[2] // 2, w.shape[2]), max(size[1] + w.shape[3] // 2, w.shape[3])
 
 
 def _schatten(matrices: Tensor, squarings: int) -> Tensor:
     """(tr (A*A)^p)^(1/2p) of each of the matrices (…, C, C), with p = 2^squarings."""
     power = matrices.mH @ matrices
-    trace = _trace(power)
+    trace = _hermitian_trace(power)
     log_norm = trace.log()
     for squaring in range(1, squarings + 1):
         # log tr M² = 2·log tr M + log tr (M / tr M)²: rescaled at each squaring, the powers stay within range.
         power = power / trace[..., None, None]
         power = power @ power
-        trace = _trace(power)
+        trace = _hermitian_trace(power)
         log_norm = log_norm + trace.log() / 2**squaring
     return (log_norm / 2).exp()
 
 
-def _trace(matrices: Tensor) -> Tensor:
-    """Of Hermitian ones, so real; kept above 0, where a kernel of zeros has neither a logarithm nor a gradient."""
+def _hermitian_trace(matrices: Tensor) -> Tensor:
+    """The real traces of Hermitian matrices, clamped above 0, where a kernel of zeros has neither a logarithm nor a gradient."""
     return matrices.diagonal(dim1=-2, dim2=-1).real.sum(-1).clamp_min(torch.finfo(matrices.dtype).tiny)
 
 
@@ -211,7 +160,7 @@ def _exponential(x: Tensor, k: Tensor, terms: int) -> Tensor:
     return total
 
 
-def _log_det(x: Tensor, k: Tensor) -> Tensor:
-    """tr T(k) for each example of x: the kernel's centre acts on every pixel, its other taps on none's own value."""
+def _trace_log_det(x: Tensor, k: Tensor) -> Tensor:
+    """tr T(k) for each example of x (N,): only the kernel's centre maps a pixel to itself, and it does so at every pixel."""
     centre = k[:, :, k.shape[2] // 2, k.shape[3] // 2]
     return (x.shape[2] * x.shape[3] * widen(centre.diagonal()).sum()).to(x).repeat(x.shape[0])

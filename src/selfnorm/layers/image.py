@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfnorm.bijection import Bijection, Chain, Surrogate, joined_names, located
 from selfnorm.runtime.checks import count, describe, event_shape, expect_shape
-from selfnorm.runtime.streams import join
+from selfnorm.runtime.step import current_step
 
 
 class Squeeze(Bijection):
@@ -111,12 +111,12 @@ class Split(Bijection):
         return self._flatten(done, leave), log_det + prior_log_det
 
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
-        stay, leave = self._halves(x)
+        step, (stay, leave) = current_step(), self._halves(x)
         with located("rest"):
-            done, log_det, reconstruction = self.rest.surrogate(stay, context=context)
+            done, log_det, reconstruction = step.surrogate_of(self.rest, stay, context)
         with located("prior"):
-            leave, prior_log_det, prior_reconstruction = self.prior.surrogate(leave, context=stay)
-        join()
+            leave, prior_log_det, prior_reconstruction = step.surrogate_of(self.prior, leave, stay)
+        step.join()
         columns = torch.cat([reconstruction, prior_reconstruction], dim=1)
         return Surrogate(self._flatten(done, leave), log_det + prior_log_det, columns)
 

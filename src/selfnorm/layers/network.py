@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selfnorm.kernels.dispatch import usable
-from selfnorm.layers.linear import backward_in_full_precision, refuse_second_derivative
+from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
 from selfnorm.runtime.precision import convolutions_in_tf32, networks_in_bf16, products_in_tf32, summed_in_float32
 
 # Beyond these the kernels' tiles, which hold all taps of all channels, would not fit into registers.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from selfnorm.bijection import Bijection, Surrogate
 from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.elementwise import sum_event
-from selfnorm.layers.linear import refuse_second_derivative
+from selfnorm.runtime.autograd import refuse_second_derivative
 from selfnorm.runtime.checks import count, event_shape, expect_shape
 
 # The smallest share of the interval that a bin may take in x or in z, and the smallest slope at a knot.

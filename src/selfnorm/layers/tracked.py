@@ -273,8 +273,8 @@ class TrackedConv2d(_Tracked, ConvMap):
         dimensions = self.channels * math.prod(self.size)
         if self.kernel_size != (1, 1) and dimensions > LARGEST_DENSE_INVERSE:
             raise ValueError(
-                f"TrackedConv2d: expected at most {LARGEST_DENSE_INVERSE} dimensions, since T(w)⁻¹ is kept as a dense matrix, got {dimensions} "
-                f"({self.channels}×{self.size[0]}×{self.size[1]}); use SelfNormConv2d there"
+                f"TrackedConv2d: expected at most {LARGEST_DENSE_INVERSE} dimensions, since T(w)⁻¹ is a dense matrix, got "
+                f"{dimensions} ({self.channels}×{self.size[0]}×{self.size[1]}); use SelfNormConv2d there"
             )
         self._start_tracking(tracker, rank)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from selfnorm.linalg.convmatrix import Geometry
 
@@ -12,9 +12,11 @@ from selfnorm.linalg.convmatrix import Geometry
 class LearnedInverse(Protocol):
     """A linear map W with a learned inverse R, on examples of `example_shape`."""
 
-    weight: nn.Parameter
-    weight_inv: nn.Parameter
+    weight: Tensor
+    weight_inv: Tensor
     example_shape: tuple[int, ...]
+
+    def extra_repr(self) -> str: ...
 
     def check_input(self, x: Tensor) -> None: ...
 

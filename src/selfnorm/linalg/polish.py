@@ -16,8 +16,8 @@ from torch import Tensor
 from selfnorm.linalg.blocks import ZeroPadded
 from selfnorm.linalg.convmatrix import tap_counts, tap_sums
 from selfnorm.linalg.factors import invert, widen
-from selfnorm.linalg.learned import LearnedInverse, LearnedKernel
 from selfnorm.linalg.iterations import newton_schulz, sketch_and_project
+from selfnorm.linalg.learned import LearnedInverse, LearnedKernel
 from selfnorm.runtime.checks import describe
 
 DIRECTIONS = 8  # that the low-rank polish corrects: measured errors lie in a handful
@@ -56,8 +56,8 @@ def expect_tap_mean(layer: LearnedInverse) -> None:
     if math.prod(layer.example_shape) // groups > LARGEST_FACTORISED:
         size = "×".join(map(str, layer.example_shape))
         raise ValueError(
-            f"{describe(layer)}: expected images of at most {LARGEST_FACTORISED} dimensions a group for a tap-mean, which factorises T(w), "
-            f"got {size} in {groups}; use polish=least-squares"
+            f"{describe(layer)}: expected images of at most {LARGEST_FACTORISED} dimensions a group for a tap-mean, which "
+            f"factorises T(w), got {size} in {groups}; use polish=least-squares"
         )
 
 
@@ -128,106 +128,6 @@ def _matrices(layer: LearnedInverse) -> tuple[Tensor, Tensor]:
     matrices = layer.matrices()
     assert matrices is not None  # `expect_polish` has refused kernels
     return matrices
-
-
-POLISHES:
-        raise ValueError(f"polish: expected one of {', '.join(POLISHES)}, got {method!r}")
-    kernels = [layer for layer in layers if layer.matrices() is None]
-    if kernels and method in ("newton-schulz", "low-rank"):
-        raise ValueError(
-            f"polish: expected least-squares or tap-mean for {describe(kernels[0])}, whose learned inverse is a kernel and not a "
-            f"matrix, got {method}"
-        )
-
-
-def expect_tap_mean(layer: LearnedInverse) -> None:
-    """Raises ValueError for a tap-mean of a layer whose image size is unknown or too large."""
-    kernel = _as_kernel(layer)
-    if kernel is None:
-        return
-    if not layer.example_shape:
-        raise ValueError(
-            f"{describe(layer)}: expected to know the image's size for a tap-mean, got none; call surrogate(x) first"
-        )
-    groups = kernel.geometry.groups
-    if math.prod(layer.example_shape) // groups > LARGEST_FACTORISED:
-        size = "×".join(map(str, layer.example_shape))
-        raise ValueError(
-            f"{describe(layer)}: expected images of at most {LARGEST_FACTORISED} dimensions a group for a tap-mean, which factorises T(w), "
-            f"got {size} in {groups}; use polish=least-squares"
-        )
-
-
-def _newton_schulz(layer: LearnedInverse, generator: torch.Generator | None) -> Tensor:
-    """R(2I − WR), which squares the error I − WR; R itself where ‖I − WR‖ ≥ 1, which this would make worse. 4D³ operations."""
-    W, R = _matrices(layer)
-    error = -(W @ R)
-    error.diagonal(dim1=-2, dim2=-1).add_(1)
-    near = torch.linalg.matrix_norm(error, keepdim=True) < 1
-    polished = torch.stack([newton_schulz(*pair) for pair in zip(R, error, strict=True)])
-    return torch.where(near, polished, R).reshape(layer.weight_inv.shape)
-
-
-def _low_rank(layer: LearnedInverse, generator: torch.Generator | None) -> Tensor:
-    """R, corrected in the few directions in which WR − I is largest. O(D²)."""
-    corrected = [_correct_largest(W, R, generator) for W, R in zip(*_matrices(layer), strict=True)]
-    return torch.stack(corrected).reshape(layer.weight_inv.shape)
-
-
-def _correct_largest(W: Tensor, R: Tensor, generator: torch.Generator | None) -> Tensor:
-    # V, the right singular vectors of I − WR with the largest values, by two steps of subspace iteration.
-    V = torch.randn(W.shape[0], min(DIRECTIONS, W.shape[0]), generator=generator, dtype=W.dtype, device=W.device)
-    for _ in range(2):
-        error = V - W @ (R @ V)
-        V = _orthonormal(error - R.mT @ (W.mT @ error))
-    # R is right on V if it undoes W on Q = W⁻¹V. Of that the span of WᵀV, (WᵀW)WᵀV, (WᵀW)²WᵀV, as conjugate gradients would
-    # use, is near enough. The first alone corrected a tenth as much where W was ill-conditioned.
-    krylov = [_orthonormal(W.mT @ V)]
-    for _ in range(2):
-        krylov.append(_orthonormal(W.mT @ (W @ krylov[-1])))
-    Q = _orthonormal(torch.cat(krylov, 1))
-    WQ = W @ Q
-    return sketch_and_project(R, Q - R @ WQ, WQ)
-
-
-def _orthonormal(columns: Tensor) -> Tensor:
-    basis: Tensor = torch.linalg.qr(columns).Q
-    return basis
-
-
-def _least_squares(layer: LearnedInverse, generator: torch.Generator | None) -> Tensor:
-    """The R of its size that minimises ‖RW − I‖, for k×k kernels away from the border; else W⁻¹. A factorisation."""
-    return layer.inverse_of(widen(layer.weight))
-
-
-def _tap_mean(layer: LearnedInverse, generator: torch.Generator | None) -> Tensor:
-    """For a k×k kernel r, each tap the mean of T(w)⁻¹'s entries where T(r) holds it; else W⁻¹. A factorisation of T(w).
-
-    T(r)ᵀ, as w sees it, is then T(w)⁻ᵀ, border and all: the log-determinant's gradient is the exact one. As an inverse r is no
-    better for it.
-    """
-    expect_tap_mean(layer)
-    kernel = _as_kernel(layer)
-    if kernel is None:
-        return layer.inverse_of(widen(layer.weight))
-    channels, height, width = layer.example_shape
-    geometry, size, kernel_size = kernel.geometry, (height, width), kernel.inverse_kernel_size
-    inverse = invert(describe(layer), widen(layer.weight), ZeroPadded((channels, height, width), geometry))
-    counts = tap_counts(kernel_size, size, geometry, inverse.device).clamp(min=1)  # a tap that no pixel uses has a sum of 0
-    return tap_sums(inverse, kernel_size, size, geometry) / counts
-
-
-def _is_kernel(layer: LearnedInverse) -> bool:
-    """Whether R is a convolution of more than one tap, of which no matrix of its own size is the inverse."""
-    return isinstance(layer, SelfNormConv2d) and math.prod(layer.kernel_size) * math.prod(layer.inverse_kernel_size) > 1
-
-
-def _blocks(layer: LearnedInverse) -> tuple[Tensor, Tensor]:
-    """W and R as matrices (groups, m, m)."""
-    if isinstance(layer, SelfNormLinear):
-        return layer.weight[None], layer.weight_inv[None]
-    form = PerPixel((layer.channels, 1, 1), layer.geometry.groups)
-    return form.blocks(layer.weight), form.blocks(layer.weight_inv)
 
 
 POLISHES: dict[str, Callable[[LearnedInverse, torch.Generator | None], Tensor]] = {

@@ -29,8 +29,7 @@ def in_full_precision(method: Method) -> Method:
 
 
 def backward_in_full_precision(backward: Method) -> Method:
-    """The backward pass of an autograd function with autocast switched off, which may still be on when a loss is
-    differentiated."""
+    """The backward pass of an autograd function with autocast switched off, in case a loss is differentiated inside of it."""
 
     @wraps(backward)
     def run(ctx: Any, *gradients: Tensor) -> Any:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import SupportsIndex
+from typing import Protocol, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 
 
-def describe(layer: nn.Module) -> str:
+class Describable(Protocol):
+    """A module, or what looks like one."""
+
+    def extra_repr(self) -> str: ...
+
+
+def describe(layer: Describable) -> str:
     """The layer on one line, such as `SelfNormLinear(784, bias=True)`."""
     return f"{type(layer).__name__}({layer.extra_repr()})"
 

@@ -6,7 +6,7 @@ reads again: more bytes than the rest of a small batch's backward pass. While th
     with collected_gradients() as collector:
         loss(x).backward()
     for gradient in collector.take():
-        ...
+        update_from_factors(gradient, …)        # train.adam
 
 a fused layer appends its factors here and leaves its weights' `.grad` at None. Biases and all other parameters get ordinary
 gradients. A gradient goes to the collector that was current in the forward pass; autograd's threads only append to it. Factors
@@ -17,13 +17,37 @@ refer to the weights as they are when they are applied, so apply them before any
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from selfnorm.runtime.step import step_context
+
+
+class Moments(NamedTuple):
+    """Adam's state of a matrix: its moments (D, D), and the number of the step to take, from 1, as a float tensor."""
+
+    average: Tensor
+    square: Tensor
+    step: Tensor
+
+
+class AdamArguments(NamedTuple):
+    """What one of Adam's updates takes, beside gradient and moments. The tensors are float32 scalars on the device.
+
+    rate:    the learning rate.
+    frozen:  the update changes nothing unless this is 0.
+    failed:  set to 1 if a gradient or its square is not finite; such elements keep their value. It must be another tensor than
+             `frozen`: with the same one, the other elements would depend on timing.
+    """
+
+    rate: Tensor
+    frozen: Tensor
+    failed: Tensor
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
 
 
 class FactoredGradient(Protocol):
@@ -32,8 +56,15 @@ class FactoredGradient(Protocol):
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]: ...
 
+    @property
+    def factors(self) -> tuple[Tensor, ...]: ...
+
     def multiplied(self) -> list[Tensor]:
         """The gradient of each parameter, at the weights as they are now."""
+        ...
+
+    def update_by_kernel(self, moments: Sequence[Moments], adam: AdamArguments) -> None:
+        """One step of Adam for the parameters, in place, by one kernel that multiplies the factors itself."""
         ...
 
 

@@ -11,6 +11,17 @@ from torch import Tensor
 
 from selfnorm.runtime.step import Precision, current_step, step_context
 
+__all__ = [
+    "PRECISIONS",
+    "Precision",
+    "convolutions_in_tf32",
+    "full_float32",
+    "networks_in_bf16",
+    "precision",
+    "products_in_tf32",
+    "summed_in_float32",
+]
+
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 

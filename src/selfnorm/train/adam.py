@@ -26,9 +26,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from selfnorm.kernels.dense.factored import AdamArguments, Moments, PairGradient, SingleGradient
 from selfnorm.kernels.dispatch import usable
 from selfnorm.objective import Loss
+from selfnorm.runtime.gradients import AdamArguments, FactoredGradient, Moments
 from selfnorm.runtime.streams import Branches, branching
 
 BETAS, EPS = (0.9, 0.999), 1e-8  # the paper's, and torch's
@@ -81,7 +81,7 @@ def update_eagerly(optimizer: torch.optim.Adam, rate: float, failed: Tensor) -> 
     optimizer.step()
 
 
-def update_from_factors(gradient: PairGradient | SingleGradient, moments: Sequence[Moments], adam: AdamArguments) -> None:
+def update_from_factors(gradient: FactoredGradient, moments: Sequence[Moments], adam: AdamArguments) -> None:
     """One step for the parameters of a factored gradient, in place: by one kernel if it fits, else in plain PyTorch."""
     matrices = [*gradient.parameters, *itertools.chain(*moments)]
     contiguous = all(matrix.is_contiguous() for matrix in matrices)
@@ -121,8 +121,8 @@ class GuardedAdam:
     def __init__(self, optimizer: torch.optim.Adam, parameters: Sequence[nn.Parameter], clip: float | None) -> None:
         self.optimizer, self.parameters, self.clip = optimizer, parameters, clip
         zeros = parameters[0].detach().new_zeros
-        flags = (zeros(()) for _ in range(4))
-        self.flags = UpdateFlags(*flags, share_step_count(optimizer, parameters))
+        count = share_step_count(optimizer, parameters)
+        self.flags = UpdateFlags(failed=zeros(()), late_failure=zeros(()), lost=zeros(()), frozen=zeros(()), step=count)
         self._one = zeros(()) + 1
 
     def go_on(self) -> None:
@@ -152,7 +152,7 @@ class GuardedAdam:
 
         return few_and_small(gradients)
 
-    def check(self, value: Tensor, gradients: Sequence[Tensor]) -> None:
+    def check(self, value: Tensor, gradients: list[Tensor]) -> None:
         """Raises `failed` if the loss or a gradient is not finite; clips the gradients."""
         # Norms, because Adam cannot use a gradient whose square overflows either.
         checked = [torch.stack(torch._foreach_norm(gradients))] if gradients else []
@@ -181,7 +181,7 @@ class GuardedAdam:
         if advance:
             step.add_(1 - frozen)
 
-    def update(self, rate: Tensor, factored: Sequence[PairGradient | SingleGradient], branches: Branches | None) -> None:
+    def update(self, rate: Tensor, factored: Sequence[FactoredGradient], branches: Branches | None) -> None:
         """One update of all parameters: those of factored gradients on branches, the others by torch's fused Adam."""
         arguments = AdamArguments(rate, self.flags.frozen, self.flags.late_failure, BETAS, EPS)
         with branching(branches) as step:

@@ -39,13 +39,13 @@ def can_be_captured(loss: Loss, batches: TrainingBatches) -> bool:
 
 
 class CapturedStep:
-    """A `Step` that takes several steps a call and never waits for the device. On a CPU it does the same without graphs, for tests."""
+    """A `Step` that takes several steps a call and never waits for the device. On a CPU it runs without graphs, for tests."""
 
     def __init__(self, loss: Loss, optimizer: torch.optim.Adam, batches: TrainingBatches, clip: float | None) -> None:
-        self.loss, self.batches = loss, batches
+        self.loss, self.optimizer, self.batches = loss, optimizer, batches
         self.front, self._rest = loss.flow.split_front()
-        # Large parameters first: torch's kernels for many tensors take some 36 of them a launch and 65,536 numbers a processor, so
-        # that small tensors between large ones would leave most of the card idle.
+        # Large parameters first: torch's kernels for many tensors take some 36 of them a launch and 65,536 numbers a processor,
+        # so that small tensors between large ones would leave most of the card idle.
         trained = (parameter for parameter in loss.parameters() if parameter.requires_grad)
         self._adam = GuardedAdam(optimizer, sorted(trained, key=Tensor.numel, reverse=True), clip)
         self.failed, self.lost = self._adam.flags.failed, self._adam.flags.lost

@@ -21,8 +21,8 @@ def no_mark(begins: str, kind: str = "", backward: bool = False) -> None:
 class Step(Protocol):
     """Takes training steps. A step never waits for the device, except in `after_step` of layers and loss.
 
-    `after_step` may raise a `ValueError` that names a layer. Everything else that can go wrong raises a flag, which the loop reads
-    when it likes; `train.adam` explains them.
+    `after_step` may raise a `ValueError` that names a layer. Everything else that can go wrong raises a flag, which the loop
+    reads when it likes; `train.adam` explains them.
 
     failed, lost:  flags on the device.
     losses:        those of the last call's steps.

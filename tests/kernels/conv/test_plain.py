@@ -7,7 +7,6 @@ from torch.testing import assert_close
 from selfnorm import Conv1x1, ExactConv2d, ExactLinear
 from selfnorm.kernels.dispatch import used_on
 from selfnorm.layers.emerging import AutoregressiveConv2d
-from selfnorm.layers.linear import FusedConv
 from selfnorm.linalg.convmatrix import Geometry, convolve
 from support.kernel_checks import agree, in_float64, normal, random_layer, strided, trained
 
@@ -33,12 +32,12 @@ SHAPES = {
 @pytest.fixture(params=[256, 2], ids=["", "few rows"])
 def rows(request, monkeypatch):
     """With few rows of partial sums, a program takes several tiles; sums take several steps."""
-    from selfnorm.kernels.conv import plain as plainconv
+    from selfnorm.kernels.conv import plain, tiles
 
-    plain = plainconv.summing
-    monkeypatch.setattr(plainconv, "MOST_ROWS", request.param)
-    monkeypatch.setattr(plainconv, "summing", lambda rows, examples: plain(64 * rows, 64 * examples) | {"ROWS": 2})
-    return plain
+    original = plain.batch_sum_tiles
+    monkeypatch.setattr(tiles, "MOST_PARTIAL_ROWS", request.param)
+    monkeypatch.setattr(plain, "batch_sum_tiles", lambda rows, examples: original(64 * rows, 64 * examples) | {"ROWS": 2})
+    return original
 
 
 @pytest.mark.parametrize("number", [1, 127, 128, 129, 257, 1000])
@@ -51,27 +50,27 @@ def test_sums_reach_the_last_row(rows, number):
 @pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("name", SHAPES)
 def test_plain_convolutions(name, device):
-    from selfnorm.kernels.conv.plain import plain_backward, plain_forward
+    from selfnorm.kernels.conv.plain import conv_backward, conv_forward
 
     shape, sides = SHAPES[name]
     x, k, b = normal(*shape, device=device), normal(shape[1], shape[1], *sides, device=device), normal(shape[1], device=device)
     grad = normal(*shape, device=device)
-    z, log_det = plain_forward(strided(x), strided(k), strided(b.repeat(2, 1).T)[:, 0])
+    z, log_det = conv_forward(strided(x), strided(k), strided(b.repeat(2, 1).T)[:, 0])
     assert log_det is None
-    gradients = plain_backward(strided(x), strided(k), strided(grad))
+    gradients = conv_backward(strided(x), strided(k), strided(grad))
     X, K, B = in_float64(x, k, b)
     Z = convolve(X, K, Geometry()) + B[:, None, None]
     Z.backward(grad.double())
     agree([z, *gradients], [Z, X.grad, K.grad, B.grad])
-    assert_close(plain_forward(x, k, None)[0] + b[:, None, None], z)
-    assert plain_backward(x, k, grad, wants_x=False)[0] is None
-    agree(plain_backward(x, k, grad, wants_x=False)[1:], [K.grad, B.grad])
+    assert_close(conv_forward(x, k, None)[0] + b[:, None, None], z)
+    assert conv_backward(x, k, grad, wants_x=False)[0] is None
+    agree(conv_backward(x, k, grad, wants_x=False)[1:], [K.grad, B.grad])
 
 
 @pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("name", SHAPES)
 def test_triangular_ones(name, device):
-    from selfnorm.kernels.conv.plain import plain_backward, plain_forward
+    from selfnorm.kernels.conv.plain import conv_backward, conv_forward
 
     shape, sides = SHAPES[name]
     n, channels = shape[:2]
@@ -80,8 +79,8 @@ def test_triangular_ones(name, device):
     centre = slice(None), slice(None), sides[0] // 2, sides[1] // 2
     taps[centre] |= torch.eye(channels, device=device, dtype=torch.bool)
     arriving = normal(*shape, device=device), normal(n, device=device)
-    made = plain_forward(x, k, None, strided(taps), triangular=True)
-    gradients = plain_backward(x, k, arriving[0], taps, strided(arriving[1]))
+    made = conv_forward(x, k, None, strided(taps), triangular=True)
+    gradients = conv_backward(x, k, arriving[0], taps, strided(arriving[1]))
     X, K, B = in_float64(x, k, torch.zeros(channels, device=device))
     Z = convolve(X, torch.where(taps, K, 0.0), Geometry()) + B[:, None, None]
     expected = [Z, (shape[2] * shape[3] * K[centre].diagonal().abs().log().sum()).repeat(n)]
@@ -93,6 +92,8 @@ def test_triangular_ones(name, device):
 @pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("name", [name for name in SHAPES if name.startswith("mixing")])
 def test_mixing(name, device):
+    from selfnorm.kernels.conv.plain import FusedConv
+
     shape, _ = SHAPES[name]
     x, b = normal(*shape, device=device).requires_grad_(), normal(shape[1], device=device).requires_grad_()
     w = (torch.eye(shape[1]) + 0.1 * torch.randn(shape[1], shape[1])).to(device, torch.float32)[:, :, None, None].requires_grad_()
@@ -107,15 +108,15 @@ def test_mixing(name, device):
 
 
 def test_more_examples_than_a_store_takes(device):
-    from selfnorm.kernels.conv.plain import plain_forward
-    from selfnorm.kernels.dense.smalldet import repeated_slogdet
+    from selfnorm.kernels.conv.plain import conv_forward
+    from selfnorm.kernels.dense.small_determinants import repeated_slogdet
 
     matrix = torch.tensor([[0.0, 2.0], [-3.0, 1.0]], dtype=torch.float32, device=device)
     log_det, inverse_transposed = repeated_slogdet(matrix, 5, 131)
     assert_close(log_det, 5 * torch.full((131,), 6.0, dtype=torch.float32, device=device).log())
     assert_close(inverse_transposed, torch.linalg.inv(matrix).mT)
     x, k = normal(131, 1, 1, 2, device=device), torch.full((1, 1, 1, 1), -3.0, dtype=torch.float32, device=device)
-    assert_close(plain_forward(x, k, None, triangular=True)[1], 2 * torch.full_like(log_det, 3.0).log())
+    assert_close(conv_forward(x, k, None, triangular=True)[1], 2 * torch.full_like(log_det, 3.0).log())
     with pytest.raises(ValueError, match=r"repeated_slogdet: expected a square matrix of at most 64 rows, got \(1, 2, 2\)"):
         repeated_slogdet(matrix[None], 5, 131)
 

@@ -11,6 +11,7 @@ from selfnorm.layers.exponential import ConvExponential
 from selfnorm.layers.selfnorm import _SelfNormConv2d
 from selfnorm.linalg.convmatrix import Geometry, convolve
 from selfnorm.runtime.precision import precision
+from selfnorm.runtime.step import step_context
 from support.kernel_checks import agree, in_float64, normal, random_layer, strided, trained
 
 pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
@@ -40,12 +41,12 @@ def shapes(request):
 def short_sums(monkeypatch):
     """Two rows at a time, so that few images make several steps."""
     from selfnorm.kernels.conv import selfnorm as conv
-    from selfnorm.kernels.conv import series as convseries
+    from selfnorm.kernels.conv import series
 
-    plain, other = conv.summing, convseries.summing
-    monkeypatch.setattr(conv, "summing", lambda rows: plain(32 * rows) | {"ROWS": 2})
-    monkeypatch.setattr(convseries, "summing", lambda rows, examples: other(64 * rows, 64 * examples) | {"ROWS": 2})
-    return plain
+    of_images, of_batch = conv.image_sum_tiles, series.batch_sum_tiles
+    monkeypatch.setattr(conv, "image_sum_tiles", lambda rows: of_images(32 * rows) | {"ROWS": 2})
+    monkeypatch.setattr(series, "batch_sum_tiles", lambda rows, examples: of_batch(64 * rows, 64 * examples) | {"ROWS": 2})
+    return of_images
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 100, 129, 1000])
@@ -77,10 +78,10 @@ def test_self_normalizing_convolution(shapes, device):
 @pytest.mark.parametrize("rows", [512, 2])
 @pytest.mark.parametrize("terms", [1, 3, 6])
 def test_series(shapes, terms, rows, device, monkeypatch):
-    from selfnorm.kernels.conv import plain as plainconv
+    from selfnorm.kernels.conv import tiles
     from selfnorm.kernels.conv.series import series_backward, series_forward
 
-    monkeypatch.setattr(plainconv, "MOST_ROWS", rows)
+    monkeypatch.setattr(tiles, "MOST_PARTIAL_ROWS", rows)
     shape, sides, _ = shapes
     n, channels = shape[:2]
     x, k = normal(*shape, device=device), normal(channels, channels, *sides, device=device, scale=0.2)
@@ -166,8 +167,8 @@ def test_what_kernels_do_not_take_is_left_to_plain_code(shape, options, device, 
     layer.surrogate(normal(*shape, device=device))
     assert len(calls) == 2
     layer = random_layer(SelfNormConv2d(2, 3), device)
-    layer.symmetric = True
-    layer.surrogate(normal(2, 2, 4, 4, device=device))
+    with step_context(symmetric=True):
+        layer.surrogate(normal(2, 2, 4, 4, device=device))
     assert len(calls) > 2
 
 
@@ -185,13 +186,20 @@ NORMS = {
 }
 
 
+def limited(w, torus):
+    """The kernel w, scaled by Triton kernels to the norm that `ConvExponential` allows."""
+    from selfnorm.kernels.conv.norm_limit import NormLimitedKernel
+
+    return NormLimitedKernel.apply(w, torus, exponential.SQUARINGS, exponential.LARGEST_NORM)
+
+
 @pytest.mark.parametrize("scale", [0.01, 2.0], ids=["small", "large"])
 @pytest.mark.parametrize("name", NORMS)
-def test_held_kernels(name, scale, device):
+def test_norm_limited_kernels(name, scale, device):
     channels, sides, size = NORMS[name]
     w, grad = (normal(channels, channels, *sides, device=device, scale=s) for s in (scale, 1.0))
     parameter = strided(w).requires_grad_()
-    k = exponential._HeldKernel.apply(parameter, exponential._torus(w, size))
+    k = limited(parameter, exponential._torus(w, size))
     k.backward(strided(grad))
     (exact,) = in_float64(w)
     sigma = exponential.norm_bound(exact, size)
@@ -201,19 +209,19 @@ def test_held_kernels(name, scale, device):
     agree([k, parameter.grad], [expected, exact.grad])
 
 
-def test_held_kernels_whose_singular_values_lie_close_together(device):
+def test_norm_limited_kernels_whose_singular_values_lie_close_together(device):
     """There the gradient is spread over all of them, by a high power of each."""
     w = 2 * torch.eye(3, device=device)[:, :, None, None] + 0.01 * torch.randn(3, 3, 1, 1, device=device)
     parameter = w.float().requires_grad_()
-    exponential._HeldKernel.apply(parameter, (1, 1)).square().sum().backward()
+    limited(parameter, (1, 1)).square().sum().backward()
     (exact,) = in_float64(parameter)
     (exact * (exponential.LARGEST_NORM / exponential.norm_bound(exact, (1, 1)))).square().sum().backward()
     agree([parameter.grad], [exact.grad], tolerance=1e-4)
 
 
-def test_a_held_kernel_of_zeros_has_a_gradient(device):
+def test_a_norm_limited_kernel_of_zeros_has_a_gradient(device):
     w = torch.zeros(2, 2, 1, 3, dtype=torch.float32, device=device, requires_grad=True)
-    k = exponential._HeldKernel.apply(w, (2, 3))
+    k = limited(w, (2, 3))
     k.sum().backward()
     assert torch.equal(k, w) and torch.equal(w.grad, torch.ones_like(w))
 
@@ -230,7 +238,7 @@ MATRICES = {
 @pytest.mark.parametrize("kind", MATRICES)
 @pytest.mark.parametrize("channels", [1, 2, 3, 19, 64])
 def test_small_determinants(kind, channels, device):
-    from selfnorm.kernels.dense.smalldet import small_slogdet
+    from selfnorm.kernels.dense.small_determinants import small_slogdet
 
     matrices = torch.stack([MATRICES[kind](channels) for _ in range(3)]).to(device, torch.float32)
     logabsdet, inverse_transposed = small_slogdet(strided(matrices))
@@ -246,7 +254,7 @@ def test_small_determinants(kind, channels, device):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of divisions by zero
 def test_small_determinants_of_one_matrix_of_singular_ones_and_of_nan(device):
-    from selfnorm.kernels.dense.smalldet import small_slogdet
+    from selfnorm.kernels.dense.small_determinants import small_slogdet
 
     one = torch.tensor([[0.0, 2.0], [-4.0, 0.0]], dtype=torch.float32, device=device)
     logabsdet, inverse_transposed = small_slogdet(one)

@@ -3,15 +3,18 @@
 import pytest
 import torch
 
-from selfnorm.kernels.dense.factored import PairRecord
+from selfnorm.kernels.dense.factored import PairGradient
 from selfnorm.kernels.dispatch import used_on
 
 pytest.importorskip("triton")
 
-from selfnorm.kernels.dense import gradient, update
-from selfnorm.kernels.dense.update import State, Tiles, adam_dense, adam_pair, adam_single
+from selfnorm.kernels.dense import adam, gradient
+from selfnorm.kernels.dense.adam import adam_dense, adam_pair, adam_single
+from selfnorm.kernels.dense.gradient import GradientTiles
+from selfnorm.runtime.gradients import AdamArguments, Moments
+from selfnorm.train.adam import update_from_factors
 
-TILES = [Tiles(32, 64, 32, 4, 2), Tiles(16, 16, 16, 4, 2), Tiles(64, 32, 16, 4, 2)]
+TILES = [GradientTiles(32, 64, 32, 4, 2), GradientTiles(16, 16, 16, 4, 2), GradientTiles(64, 32, 16, 4, 2)]
 # A large ε: where a first gradient happens to be tiny, Adam with the usual one makes a whole step of its rounding.
 BETAS, EPS = (0.8, 0.99), 1e-2
 
@@ -26,11 +29,11 @@ def scalar(device, value):
 
 def fresh(device, features):
     zeros = torch.zeros(features, features, dtype=torch.float32, device=device)
-    return State(zeros.clone(), zeros.clone(), scalar(device, 0.0))
+    return Moments(zeros.clone(), zeros.clone(), scalar(device, 0.0))
 
 
 def switches(device, lr=0.03):
-    return {"lr": scalar(device, lr), "frozen": scalar(device, 0.0), "failed": scalar(device, 0.0), "betas": BETAS, "eps": EPS}
+    return AdamArguments(scalar(device, lr), scalar(device, 0.0), scalar(device, 0.0), BETAS, EPS)
 
 
 def expect_state(optimizer, matrix, state, parameter):
@@ -59,10 +62,10 @@ def test_a_pair_takes_the_steps_of_torchs_adam(device, kernels, shape, by):
         optimizer.step()
         for state in states:
             state.step.add_(1)
-        adam_pair(W, R, states, towards_w, x, towards_r, z, scale, 0.5, **options, by=by)
+        adam_pair(W, R, states, towards_w, x, towards_r, z, scale, 0.5, options, by=by)
     for matrix, state, parameter in zip(exact, states, (W, R), strict=True):
         expect_state(optimizer, matrix, state, parameter)
-    assert options["failed"] == 0
+    assert options.failed == 0
 
 
 @pytest.mark.parametrize("by", [*TILES, None], ids=str)
@@ -81,7 +84,7 @@ def test_a_single_takes_the_steps_of_torchs_adam(device, kernels, own, addend_tr
         exact.grad = a.double().cpu().T @ b.double().cpu() + 2 * 13 * scale[0].double().cpu() * addend
         optimizer.step()
         state.step.add_(1)
-        adam_single(W, state, a, b, W.clone() if own else M, addend_transposed, scale, 2.0, **options, by=by)
+        adam_single(W, state, a, b, W.clone() if own else M, addend_transposed, scale, 2.0, options, by=by)
     expect_state(optimizer, exact, state, W)
 
 
@@ -90,7 +93,7 @@ def test_a_matrix_is_its_own_addend_in_place(device, kernels):
     other, states = W.clone(), (fresh(device, 70), fresh(device, 70))
     for matrix, addend, state in ((W, W, states[0]), (other, other.clone(), states[1])):
         state.step.add_(1)
-        adam_single(matrix, state, a, a, addend, False, scalar(device, 0.5), 1.0, **switches(device))
+        adam_single(matrix, state, a, a, addend, False, scalar(device, 0.5), 1.0, switches(device))
     assert torch.equal(W, other)
 
 
@@ -101,16 +104,16 @@ def test_large_batches_are_multiplied_by_cublas_and_step_alike(device, kernels, 
         factors = [single(device, 9, 20) for _ in range(4)]
         for state in states:
             state.step.add_(1)
-        adam_pair(W, R, states, *factors, single(device, 9), 0.5, **switches(device))
+        adam_pair(W, R, states, *factors, single(device, 9), 0.5, switches(device))
         for state in states:
             state.step.add_(1)
-        adam_single(W, states[0], *factors[:2], R, True, single(device, 9), 1.0, **switches(device))
-        adam_single(R, states[1], *factors[:2], R, False, single(device, 9), 1.0, **switches(device))
+        adam_single(W, states[0], *factors[:2], R, True, single(device, 9), 1.0, switches(device))
+        adam_single(R, states[1], *factors[:2], R, False, single(device, 9), 1.0, switches(device))
         return W, R, *states[0], *states[1]
 
     small = run()
-    monkeypatch.setattr(update, "MOST", 8)
-    monkeypatch.setattr(gradient, "MOST", 8)
+    monkeypatch.setattr(adam, "MOST_EXAMPLES", 8)
+    monkeypatch.setattr(gradient, "MOST_EXAMPLES", 8)
     for one, other in zip(run(), small, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
@@ -119,13 +122,13 @@ def test_large_batches_are_multiplied_by_cublas_and_step_alike(device, kernels, 
 def test_frozen_changes_nothing_and_raises_nothing(device, kernels):
     W, R, states = single(device, 20, 20), single(device, 20, 20), (fresh(device, 20), fresh(device, 20))
     before = [tensor.clone() for tensor in (W, R, *states[0], *states[1])]
-    options = {**switches(device), "frozen": scalar(device, 1.0)}
+    options = switches(device)._replace(frozen=scalar(device, 1.0))
     x = single(device, 4, 20)
     x[0, 0] = torch.nan
-    adam_pair(W, R, states, x, x, x, x, x[1:, 0], 0.5, **options)
-    adam_single(W, states[0], x, x, R, False, x[1:, 0], 0.5, **options)
+    adam_pair(W, R, states, x, x, x, x, x[1:, 0], 0.5, options)
+    adam_single(W, states[0], x, x, R, False, x[1:, 0], 0.5, options)
     assert all(torch.equal(one, other) for one, other in zip((W, R, *states[0], *states[1]), before, strict=True))
-    assert options["failed"] == 0
+    assert options.failed == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # of numpy, in the interpreter
@@ -137,8 +140,8 @@ def test_an_element_without_a_gradient_stays_and_tells(device, kernels, bad):
     gradient[3, 39] = bad
     options = switches(device)
     state.step.add_(1)
-    adam_dense(W, state, gradient, **options)
-    assert options["failed"] == 1
+    adam_dense(W, state, gradient, options)
+    assert options.failed == 1
     changed = before != W
     assert not changed[3, 39] and changed.sum() == 1599
     assert state.average[3, 39] == 0 and state.square[3, 39] == 0 and W.isfinite().all() and state.square.isfinite().all()
@@ -152,8 +155,8 @@ def test_of_a_pair_both_are_seen(device, kernels):
         options = switches(device)
         for state in states:
             state.step.add_(1)
-        adam_pair(W, R, states, *factors, factors[3][:, 0], 0.5, **options)
-        assert options["failed"] == 1
+        adam_pair(W, R, states, *factors, factors[3][:, 0], 0.5, options)
+        assert options.failed == 1
         stayed = [(state.average == 0).any(1) for state in states]
         assert stayed[which // 2].nonzero().tolist() == [[2]] and not stayed[1 - which // 2].any()
 
@@ -163,24 +166,24 @@ def test_the_first_of_many_steps_is_corrected_in_full_precision(device, kernels)
     """1 − β₂ has few digits in float32; the first step of Adam is the gradient's sign times lr."""
     W, state = torch.zeros(4, 4, dtype=torch.float32, device=device), fresh(device, 4)
     state.step.add_(1)
-    adam_dense(W, state, torch.full_like(W, 1e3), **{**switches(device, lr=1.0), "betas": (0.9, 0.9999), "eps": 0.0})
+    adam_dense(W, state, torch.full_like(W, 1e3), switches(device, lr=1.0)._replace(betas=(0.9, 0.9999), eps=0.0))
     torch.testing.assert_close(W, -torch.ones_like(W), rtol=2e-6, atol=0)
 
 
 def test_matrices_that_cannot_be_updated_in_place_are_refused(device, kernels):
     W, state = single(device, 4, 4).T, fresh(device, 4)
     with pytest.raises(ValueError, match="expected contiguous matrices"):
-        adam_dense(W, state, single(device, 4, 4), **switches(device))
+        adam_dense(W, state, single(device, 4, 4), switches(device))
 
 
 def test_each_of_a_pair_has_its_own_count_of_steps(device, kernels):
     W, R = (torch.nn.Parameter(single(device, 6, 6)) for _ in range(2))
     twins = [torch.nn.Parameter(matrix.detach().clone()) for matrix in (W, R)]
     factors, scale, options = [single(device, 3, 6) for _ in range(4)], single(device, 3), switches(device)
-    states = [State(single(device, 6, 6), single(device, 6, 6).square(), scalar(device, step)) for step in (1.0, 7.0)]
-    copies = {twin: tuple(part.clone() for part in state) for twin, state in zip(twins, states, strict=True)}
+    states = [Moments(single(device, 6, 6), single(device, 6, 6).square(), scalar(device, step)) for step in (1.0, 7.0)]
+    copies = [Moments(*(part.clone() for part in state)) for state in states]
     with used_on():
-        PairRecord(*twins, *factors, scale).apply_adam(copies.__getitem__, **options)
+        update_from_factors(PairGradient(*twins, *factors, scale), copies, options)
     with torch.no_grad():
-        adam_pair(W, R, tuple(states), *factors, scale, 0.5, **options)
+        adam_pair(W, R, tuple(states), *factors, scale, 0.5, options)
     torch.testing.assert_close([W, R], twins, rtol=1e-5, atol=1e-5)

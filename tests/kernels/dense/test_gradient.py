@@ -7,9 +7,9 @@ pytest.importorskip("triton")
 
 from selfnorm import RelativeLinear, SelfNormLinear, TrackedLinear
 from selfnorm.kernels.dense import gradient as module
-from selfnorm.kernels.dense.gradient import MOST, Tiles, gradient_of, tiles
+from selfnorm.kernels.dense.gradient import MOST_EXAMPLES, GradientTiles, gradient_from_factors, gradient_tiles
 
-TILES = [Tiles(32, 64, 32, 4, 2), Tiles(16, 16, 16, 4, 2), Tiles(64, 32, 16, 4, 2), None]
+TILES = [GradientTiles(32, 64, 32, 4, 2), GradientTiles(16, 16, 16, 4, 2), GradientTiles(64, 32, 16, 4, 2), None]
 
 
 def expect_float64(device, examples, features, scale, transposed, by, factor=-0.5):
@@ -17,7 +17,7 @@ def expect_float64(device, examples, features, scale, transposed, by, factor=-0.
     a = torch.randn(features, examples, dtype=torch.float32, device=device).mT
     b = torch.randn(examples, 2 * features, dtype=torch.float32, device=device)[:, ::2]
     M = torch.randn(features, features, dtype=torch.float32, device=device).mT
-    got = gradient_of(a, b, M, transposed, scale, factor, by=by)
+    got = gradient_from_factors(a, b, M, transposed, scale, factor, by=by)
     M, s = M.double(), factor * scale.double().sum()
     expected = a.double().mT @ b.double() + s * (M.mT if transposed else M)
     assert got.dtype == torch.float32 and got.is_contiguous()
@@ -39,7 +39,7 @@ def test_a_scale_may_be_one_number_spread_out_or_not(device, kernels, poisoned, 
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("examples", [MOST + 3, 1030])
+@pytest.mark.parametrize("examples", [MOST_EXAMPLES + 3, 1030])
 def test_many_examples_are_left_to_cublas(device, kernels, poisoned, examples, transposed):
     scale = torch.randn(examples, dtype=torch.float32, device=device)
     expect_float64(device, examples, 18, scale, transposed, None)
@@ -48,7 +48,7 @@ def test_many_examples_are_left_to_cublas(device, kernels, poisoned, examples, t
 @pytest.mark.parametrize("kind", [SelfNormLinear, RelativeLinear, TrackedLinear])
 def test_a_backward_pass_uses_it(device, kernels, monkeypatch, kind):
     calls = []
-    monkeypatch.setattr(module, "gradient_of", lambda *args: calls.append(args) or gradient_of(*args))
+    monkeypatch.setattr(module, "gradient_from_factors", lambda *args: calls.append(args) or gradient_from_factors(*args))
     layer, x = kind(5).float().to(device), torch.randn(3, 5, dtype=torch.float32, device=device)
     z, log_det, reconstruction = layer.surrogate(x)
     (z.sum() + log_det.sum() + reconstruction.sum()).backward()
@@ -60,5 +60,5 @@ def test_a_backward_pass_uses_it(device, kernels, monkeypatch, kind):
 @pytest.mark.parametrize("features", [500, 784, 2049])
 def test_large_matrices(kernels, poisoned, features, transposed):
     device = torch.device("cuda")
-    assert tiles(500) != tiles(784)
+    assert gradient_tiles(500) != gradient_tiles(784)
     expect_float64(device, 100, features, torch.randn(100, dtype=torch.float32, device=device), transposed, None)

@@ -5,19 +5,20 @@ import torch
 
 from selfnorm import RelativeLinear, SelfNormLinear, TrackedLinear
 from selfnorm.kernels.dispatch import used_on
+from selfnorm.runtime.step import step_context
 
 pytest.importorskip("triton")
 
-from selfnorm.kernels.dense import products
-from selfnorm.kernels.dense.products import Tiles, affine, pull_back, reconstruct, times
+from selfnorm.kernels.dense import products, relative, selfnorm, tracking
+from selfnorm.kernels.dense.products import ProductTiles, affine, pull_back, reconstruct, times
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 SHAPES = [(1, 1), (3, 5), (16, 32), (37, 70), (33, 17), (5, 129)]
 TILES = {
-    "whole": Tiles(32, 32, 64, 1, 4, 3),
-    "deep": Tiles(16, 32, 16, 1, 4, 2),
-    "split": Tiles(16, 32, 16, 3, 4, 2),
-    "one program": Tiles(64, 128, 32, 2, 4, 2),
+    "whole": ProductTiles(32, 32, 64, 1, 4, 3),
+    "deep": ProductTiles(16, 32, 16, 1, 4, 2),
+    "split": ProductTiles(16, 32, 16, 3, 4, 2),
+    "one program": ProductTiles(64, 128, 32, 2, 4, 2),
 }
 
 
@@ -97,9 +98,9 @@ def test_repetition_gives_the_same_bits(device, kernels):
 
 
 def test_large_shapes_are_left_to_cublas():
-    assert products.tiles(100, 784) is not None
-    assert products.tiles(100, 8192) is None
-    assert products.tiles(4096, 784) is None
+    assert products.product_tiles(100, 784) is not None
+    assert products.product_tiles(100, 8192) is None
+    assert products.product_tiles(4096, 784) is None
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -107,7 +108,7 @@ def test_large_shapes_are_left_to_cublas():
 @pytest.mark.parametrize("kind", [SelfNormLinear, RelativeLinear, TrackedLinear])
 def test_layers_agree_with_their_plain_selves_in_float64(device, kernels, monkeypatch, kind, bias, large):
     if large:
-        monkeypatch.setattr(products, "tiles", lambda *shape, products=1: None)
+        monkeypatch.setattr(products, "product_tiles", lambda *shape, products=1: None)
     layer = kind(21, bias=bias)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -126,7 +127,9 @@ def test_layers_agree_with_their_plain_selves_in_float64(device, kernels, monkey
     called = []
     for name in ("affine", "reconstruct", "pull_back", "times"):
         original = getattr(products, name)
-        monkeypatch.setattr(products, name, lambda *a, o=original, n=name, **k: called.append(n) or o(*a, **k))
+        for user in (selfnorm, relative, tracking):
+            if hasattr(user, name):
+                monkeypatch.setattr(user, name, lambda *a, o=original, n=name, **k: called.append(n) or o(*a, **k))
     got = run(layer.to(device, torch.float32), x.to(device, torch.float32), weights.to(device, torch.float32))
     assert called[0] == "affine" and called[-1] in ("pull_back", "times")
     for one, other in zip(got, expected, strict=True):
@@ -151,6 +154,6 @@ def test_a_layer_that_gets_no_gradient_for_its_input(device, kernels, kind):
 
 def test_symmetric_reconstruction_works_with_kernels(device, kernels):
     layer = SelfNormLinear(6).to(device, torch.float32)
-    layer.symmetric = True
-    layer.surrogate(single(device, 3, 6)).reconstruction.sum().backward()
+    with step_context(symmetric=True):
+        layer.surrogate(single(device, 3, 6)).reconstruction.sum().backward()
     assert layer.weight.grad.any() and layer.weight_inv.grad.any()

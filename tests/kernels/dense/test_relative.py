@@ -11,7 +11,7 @@ from selfnorm.kernels.dispatch import used_on
 pytest.importorskip("triton")
 
 from selfnorm.kernels.dense import relative
-from selfnorm.kernels.dense.relative import bias_gradient, weights
+from selfnorm.kernels.dense.relative import bias_gradient, bias_weights
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 SHAPES = [(1, 1), (3, 5), (16, 32), (37, 70), (130, 33), (5, 1030)]
@@ -32,10 +32,10 @@ def test_weights_and_sums_are_right_for_any_shape(device, kernels, shape):
     b, grad_log_det = single(device, features), single(device, 1).expand(examples)
     z_, g, b_, of_log_det = (tensor.double() for tensor in (z, grad_z, b, grad_log_det))
 
-    u = weights(z, b)
+    u = bias_weights(z, b)
     close(u, z_ @ b_ + 1)
     into = torch.full_like(u, torch.nan)
-    assert weights(z, b, out=into) is into and torch.equal(into, u)
+    assert bias_weights(z, b, out=into) is into and torch.equal(into, u)
     close(bias_gradient(grad_z, u, b, grad_log_det), g.T @ (z_ @ b_ + 1) + of_log_det.sum() * b_)
     close(bias_gradient(grad_z), g.sum(0))
 
@@ -59,9 +59,9 @@ def test_the_layer_is_the_same_with_kernels_as_without(device, kernels, bias):
 
 
 def test_only_what_is_wanted_is_made(device, kernels, monkeypatch):
-    """No weights for a bias that is not there or not trained, and none of it on the way back."""
+    """No weights for a bias that is not there or not trained, and nothing of it in the backward pass."""
     calls = []
-    for name in ("weights", "bias_gradient"):
+    for name in ("bias_weights", "bias_gradient"):
         original = getattr(relative, name)
         monkeypatch.setattr(
             relative, name, lambda *a, original=original, name=name, **k: (calls.append(name), original(*a, **k))[1]
@@ -69,7 +69,7 @@ def test_only_what_is_wanted_is_made(device, kernels, monkeypatch):
     for layer in (RelativeLinear(4), RelativeLinear(4, bias=False), RelativeLinear(4)):
         layer.to(device, torch.float32)
         if not calls:
-            expected = ["weights", "bias_gradient"]
+            expected = ["bias_weights", "bias_gradient"]
         else:
             expected = []
             if layer.bias is not None:

@@ -16,8 +16,10 @@ pytest.importorskip("triton")
 
 import triton.language as tl
 
+from selfnorm.kernels.conv import tracked
+from selfnorm.kernels.conv.tracked import error_of_convolution, tap_means
 from selfnorm.kernels.dense import tracking
-from selfnorm.kernels.dense.tracking import error_of, error_of_convolution, error_of_matrix, follow, tap_means
+from selfnorm.kernels.dense.tracking import error_of, error_of_matrix, follow
 from selfnorm.runtime.precision import precision
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -97,7 +99,8 @@ def test_the_two_passes(device, kernels, monkeypatch, rows, programs):
 def test_with_64_bits_to_count(device, kernels, monkeypatch, rows):
     """As large matrices take them, on small ones."""
     wide = []
-    monkeypatch.setattr(tracking, "_index", lambda numel: wide.append(numel) or tl.int64)
+    for module in (tracking, tracked):
+        monkeypatch.setattr(module, "index_type", lambda numel: wide.append(numel) or tl.int64)
     test_the_two_passes(device, kernels, monkeypatch, rows, 2)
     test_the_sums_over_taps(device, kernels, 4, (6, 5), (5, 3))
     assert wide == [rows * rows] * 3 + [120 * 120]
@@ -222,7 +225,7 @@ def test_the_sums_over_taps(device, kernels, channels, size, sides):
 def test_the_error_of_a_convolutions_inverse(device, kernels, monkeypatch, name, pixels):
     """Whether a tile takes a whole image or a part of it."""
     if pixels:
-        monkeypatch.setattr(tracking, "tiling", lambda x, tiling=tracking.tiling: tiling(x) | {"PIXELS": pixels})
+        monkeypatch.setattr(tracked, "image_tiles", lambda x, tiles=tracked.image_tiles: tiles(x) | {"PIXELS": pixels})
     layer, _ = moved(name, device, by=0.3)
     R = torch.randn_like(layer.weight_inv)
     error, squares = error_of_convolution(R, layer.weight, layer.size)

@@ -1,13 +1,13 @@
-"""The first terms of a convolution's exponential, for small images: what `conv.py`'s tiles make beside a single convolution.
+"""The first terms of a convolution's exponential, for small images: one kernel for the forward pass, three for the backward pass.
 
-With t_0 = x and t_i = k ⋆ t_{i−1} / i, the series is z = x + t_1 + … + t_I + b. For g arriving at z and
+With t_0 = x and t_i = k ⋆ t_{i−1} / i, the series is z = x + t_1 + … + t_I + b. For the gradient g of z and
 
     s_I = g / I,    s_i = (g + flip(k) ⋆ s_{i+1}) / i
 
-the gradients are g_x = g + flip(k) ⋆ s_1 and ∂k = Σ_n Σ_i corr(t_{i−1}, s_i), and for the bias Σ_n Σ_pixels g. The
-log-determinant is the sum of the diagonal k[c, c, centre], each as often as there are pixels. An image is a program's, so a chain
-of I convolutions is one kernel. ∂k needs no whole image: there, as in `plainconv.py`, a program takes a tile of all the batch's
-pixels and some taps, and the programs' shares are written side by side and added in their order.
+the gradients are g_x = g + flip(k) ⋆ s_1 and ∂k = Σ_n Σ_i corr(t_{i−1}, s_i), and Σ_n Σ_pixels g for the bias. The
+log-determinant is HW times the sum of the diagonal k[c, c, centre]. A program processes one image (`image_tiles`), so a chain of
+I convolutions is one kernel. ∂k needs no whole image: there a program takes some taps and a tile of all the batch's pixels
+(`batch_tiles`).
 """
 
 from __future__ import annotations
@@ -19,22 +19,54 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfnorm.kernels.conv import plain as plainconv
-from selfnorm.kernels.conv.plain import shared_out, summing, tile_of
-from selfnorm.kernels.conv.selfnorm import column_sums, convolved, patches, places_in_kernel, shape_of, tiling, total_of, unrolled
-from selfnorm.kernels.rounding import uncut
+from selfnorm.kernels.conv.tiles import (
+    batch_sum_tiles,
+    batch_tile,
+    batch_tiles,
+    column_sums,
+    convolved,
+    image_constants,
+    image_tiles,
+    kernel_entries,
+    kernel_sides,
+    patches,
+    share_tiles,
+    sum_of_values,
+    unrolled,
+)
+from selfnorm.kernels.numerics import correct_truncation
+from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
+
+
+class FusedConvSeries(torch.autograd.Function):
+    """x (N, C, H, W), k, b, terms -> Σ_{i ≤ terms} T(k)ⁱx / i! + b, and its log-determinant (N,)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, k: Tensor, b: Tensor, terms: int) -> tuple[Tensor, Tensor]:
+        z, log_det, kept = series_forward(x, k, b, terms)
+        ctx.save_for_backward(x, k, kept)
+        ctx.terms = terms
+        return z, log_det
+
+    @staticmethod
+    @backward_in_full_precision
+    def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        refuse_second_derivative()
+        x, k, kept = ctx.saved_tensors
+        return *series_backward(x, k, kept, grad_z, grad_log_det, ctx.terms), None
 
 
 def series_forward(x: Tensor, kernel: Tensor, bias: Tensor | None, terms: int) -> tuple[Tensor, Tensor, Tensor]:
-    """z = x + t_1 + … + t_terms + b, its log-determinant (N,), and t_1 … t_{terms−1} (terms − 1, N, C, H, W), in one kernel.
+    """z = x + t_1 + … + t_terms + b, its log-determinant (N,), and t_1 … t_{terms−1} (terms − 1, N, C, H, W).
 
-    Reads x once, writes z and the terms.
+    One kernel, which reads x once and writes z and the terms.
     """
     x, kernel = x.contiguous(), kernel.contiguous()
     z, log_det = torch.empty_like(x), x.new_empty(x.shape[0])
     kept = x.new_empty(terms - 1, *x.shape)
     _series_forward[(x.shape[0],)](
-        x, kernel, bias, z, kept, log_det, x.numel(), TERMS=terms, **_sides(kernel), **shape_of(x), **_tiles(x, kernel)
+        x, kernel, bias, z, kept, log_det, x.numel(), TERMS=terms,
+        **kernel_sides(kernel), **image_constants(x), **_series_tiles(x, kernel),
     )  # fmt: skip
     return z, log_det, kept
 
@@ -42,15 +74,17 @@ def series_forward(x: Tensor, kernel: Tensor, bias: Tensor | None, terms: int) -
 def series_backward(
     x: Tensor, kernel: Tensor, kept: Tensor, grad_z: Tensor, grad_log_det: Tensor, terms: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients for x, the kernel and the bias (C,), of `series_forward` with the same terms, in three kernels."""
+    """The gradients of `series_forward` for x, the kernel and the bias (C,), in three kernels."""
     x, kernel, grad_z = x.contiguous(), kernel.contiguous(), grad_z.contiguous()
-    sides, shape = _sides(kernel), shape_of(x)
+    sides, shape = kernel_sides(kernel), image_constants(x)
     grad_x, grad_k, grad_b = torch.empty_like(x), torch.empty_like(kernel), x.new_empty(x.shape[1])
     scaled = x.new_empty(terms - 1, *x.shape)  # s_1 … s_{terms−1}
-    _series_backward[(x.shape[0],)](kernel, grad_z, grad_x, scaled, x.numel(), TERMS=terms, **sides, **shape, **_tiles(x, kernel))
-    tiles = plainconv.tiling(x, kernel)
+    _series_backward[(x.shape[0],)](
+        kernel, grad_z, grad_x, scaled, x.numel(), TERMS=terms, **sides, **shape, **_series_tiles(x, kernel)
+    )
+    tiles = batch_tiles(x, kernel)
     pixels = x.shape[0] * x.shape[2] * x.shape[3]
-    each, rows = shared_out(pixels, tiles)
+    each, rows = share_tiles(pixels, tiles)
     groups = triton.cdiv(kernel.shape[2] * kernel.shape[3], tiles["DEPTH"] // tiles["WIDTH"])
     partial = x.new_empty(rows, kernel.numel() + x.shape[1])
     _series_correlate[(rows, groups)](
@@ -58,17 +92,21 @@ def series_backward(
     )
     del shape["PRECISION"]
     _series_finish[(triton.cdiv(partial.shape[1], 32),)](
-        partial, grad_log_det.contiguous(), grad_k, grad_b, rows, x.shape[0], **sides, **shape, **summing(rows, x.shape[0])
+        partial,
+        grad_log_det.contiguous(),
+        grad_k,
+        grad_b,
+        rows,
+        x.shape[0],
+        **sides,
+        **shape,
+        **batch_sum_tiles(rows, x.shape[0]),
     )
     return grad_x, grad_k, grad_b
 
 
-def _tiles(x: Tensor, kernel: Tensor) -> dict[str, Any]:
-    return tiling(x, taps=kernel.shape[2] * kernel.shape[3])
-
-
-def _sides(kernel: Tensor) -> dict[str, Any]:
-    return {"KH": kernel.shape[2], "KW": kernel.shape[3]}
+def _series_tiles(x: Tensor, kernel: Tensor) -> dict[str, Any]:
+    return image_tiles(x, taps=kernel.shape[2] * kernel.shape[3])
 
 
 @triton.jit
@@ -77,15 +115,15 @@ def _series_forward(
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     PIXELS: tl.constexpr, OUT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """An image for each program. A term reads what all threads wrote of the one before it, so these meet in between.
+    """One image a program. A term reads the previous term, which all threads wrote, hence the barrier in between.
 
-    Terms are not unrolled: they wait for each other anyway, and there would be too much to compile.
+    Terms are not unrolled: each waits for the one before it anyway, and there would be too much to compile.
     """
     ONE_TILE: tl.constexpr = H * W <= PIXELS
     n = tl.program_id(0)
     image = n.to(tl.int64) * (C * H * W)
     out = tl.arange(0, OUT)
-    total = tl.zeros((OUT, PIXELS), tl.float32)  # if there is but one tile; else z itself holds the sum
+    total = tl.zeros((OUT, PIXELS), tl.float32)  # if there is only one tile; otherwise z itself holds the sum
     source = x_ptr + image
     for i in range(1, TERMS + 1):
         tl.debug_barrier()
@@ -121,12 +159,12 @@ def _series_backward(
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     PIXELS: tl.constexpr, OUT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """An image for each program: s_{TERMS−1} down to s_1, and g_x. The first product reads g itself: s_TERMS is but g / TERMS."""
+    """One image a program: s_{TERMS−1} down to s_1, and g_x. The first product reads g itself, since s_TERMS = g / TERMS."""
     image = tl.program_id(0).to(tl.int64) * (C * H * W)
     out = tl.arange(0, OUT)
     source = grad_z_ptr
     for step in range(TERMS):
-        i = TERMS - step  # the term that is gone back through
+        i = TERMS - step  # the term to backpropagate through
         if i == 1:
             target = grad_x_ptr
         else:
@@ -150,15 +188,15 @@ def _series_correlate(
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     PIXELS: tl.constexpr, OUT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Some taps of Σ_i corr(t_{i−1}, s_i) for some tiles of pixels, and once for each of these the sum of g."""
+    """Some taps of Σ_i corr(t_{i−1}, s_i) over some tiles of pixels; the program of the first taps also sums g there."""
     row = partial_ptr + tl.program_id(0).to(tl.int64) * (C * C * KH * KW + C)
     first = tl.program_id(1) * (DEPTH // WIDTH)
     out, k = tl.arange(0, OUT), tl.arange(0, DEPTH)
     total = tl.zeros((OUT, DEPTH), tl.float32)
-    products = tl.zeros((OUT, PIXELS), tl.float32)  # of a single channel, added up only in the end
+    products = tl.zeros((OUT, PIXELS), tl.float32)  # of a single channel, summed at the end
     arriving = tl.zeros((OUT, PIXELS), tl.float32)
     for step in range(EACH):
-        image, pixel, places, there = tile_of(tl.program_id(0) * EACH + step, pixels, out, C, H, W, PIXELS)
+        image, pixel, places, there = batch_tile(tl.program_id(0) * EACH + step, pixels, out, C, H, W, PIXELS)
         last = tl.load(grad_z_ptr + places, mask=there, other=0.0)
         arriving += last
         source = x_ptr + image
@@ -176,8 +214,8 @@ def _series_correlate(
     if C == 1:
         total = tl.sum(products, axis=1)[:, None]
     else:
-        total = uncut(total, PRECISION)
-    offsets, of_kernel = places_in_kernel(k, first, out, C, KH * KW, WIDTH, False)
+        total = correct_truncation(total, PRECISION)
+    offsets, of_kernel = kernel_entries(k, first, out, C, KH * KW, WIDTH, False)
     tl.store(row + offsets, total, mask=of_kernel)
     tl.store(row + C * C * KH * KW + out, tl.sum(arriving, axis=1), mask=(out < C) & (tl.program_id(1) == 0))
 
@@ -188,11 +226,11 @@ def _series_finish(
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     ROWS: tl.constexpr, STEPS: tl.constexpr, EXAMPLE_STEPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The rows' sums, with the log-determinant's term; the columns are the kernel's entries, then the bias's."""
+    """Adds up the rows and the log-determinant's term. Columns are the kernel's entries, then the bias."""
     TAPS: tl.constexpr = KH * KW
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = column_sums(partial_ptr, column, C * C * TAPS + C, rows, ROWS, STEPS, COLUMNS)
     tl.store(grad_b_ptr + column - C * C * TAPS, total, mask=(column >= C * C * TAPS) & (column < C * C * TAPS + C))
     diagonal = (column % TAPS == TAPS // 2) & (column // (C * TAPS) == column // TAPS % C)
-    total += tl.where(diagonal, H * W * total_of(grad_log_det_ptr, examples, ROWS, EXAMPLE_STEPS), 0.0)
+    total += tl.where(diagonal, H * W * sum_of_values(grad_log_det_ptr, examples, ROWS, EXAMPLE_STEPS), 0.0)
     tl.store(grad_k_ptr + column, total, mask=column < C * C * TAPS)

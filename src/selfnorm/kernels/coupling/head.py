@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfnorm.kernels.division import quotient_and_rest
+from selfnorm.kernels.numerics import quotient_and_remainder
 
 
 def padded(columns: int) -> int:
@@ -35,10 +35,10 @@ def _gather(
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, COLUMNS)
-    tap, i = quotient_and_rest(k, C, COLUMNS)
-    down, right = quotient_and_rest(tap, 3, COLUMNS)
+    tap, i = quotient_and_remainder(k, C, COLUMNS)
+    down, right = quotient_and_remainder(tap, 3, COLUMNS)
     n, pixel = (row // (H * W)).to(tl.int64), row % (H * W)
-    y, u = quotient_and_rest(pixel, W, H * W)
+    y, u = quotient_and_remainder(pixel, W, H * W)
     y, u = y[:, None] + (down - 1)[None, :], u[:, None] + (right - 1)[None, :]
     inside = (y >= 0) & (y < H) & (u >= 0) & (u < W) & (row < rows)[:, None] & (tap < 9)[None, :]
     source = (n * stride_n)[:, None] + (i.to(tl.int64) * stride_c)[None, :]
@@ -69,7 +69,7 @@ def _scatter(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, CHANNELS)
     n, pixel = (row // (H * W)).to(tl.int64), row % (H * W)
-    y, u = quotient_and_rest(pixel, W, H * W)
+    y, u = quotient_and_remainder(pixel, W, H * W)
     known = (row < rows)[:, None] & (i < C)[None, :]
     total = tl.zeros([ROWS, CHANNELS], tl.float32)
     for tap in tl.static_range(9):
@@ -125,7 +125,7 @@ def _head(
     total = tl.zeros([PIXELS, CHANNELS], tl.float32)
     for start in range(0, H * W, PIXELS):
         pixel = start + tl.arange(0, PIXELS)
-        y, u = quotient_and_rest(pixel, W, H * W + PIXELS)
+        y, u = quotient_and_remainder(pixel, W, H * W + PIXELS)
         known = (pixel < H * W)[:, None] & of[None, :]
         even = tl.zeros([PIXELS, CHANNELS], tl.float32)
         odd = tl.zeros([PIXELS, CHANNELS], tl.float32)
@@ -206,7 +206,7 @@ def _head_backward(
     logs_odd = tl.zeros([PIXELS, CHANNELS], tl.float32)
     for start in range(0, H * W, PIXELS):
         pixel = start + tl.arange(0, PIXELS)
-        y, u = quotient_and_rest(pixel, W, H * W + PIXELS)
+        y, u = quotient_and_remainder(pixel, W, H * W + PIXELS)
         y, u = y.to(tl.int64), u.to(tl.int64)
         known = (pixel < H * W)[:, None] & of[None, :]
         channel = (STAY + j).to(tl.int64)

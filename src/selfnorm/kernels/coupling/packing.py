@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from selfnorm.kernels.coupling.head import padded
-from selfnorm.kernels.division import quotient_and_rest
+from selfnorm.kernels.numerics import quotient_and_remainder
 
 
 @triton.jit
@@ -24,14 +24,14 @@ def _pack(
     kind = to_first.dtype.element_ty
 
     k = tl.arange(0, COLUMNS1)
-    tap, channel = quotient_and_rest(k, C1, COLUMNS1)
+    tap, channel = quotient_and_remainder(k, C1, COLUMNS1)
     source = d[:, None] * (9 * C1) + (channel * 9 + tap)[None, :]
     value = tl.load(first + source, mask=known & (k < 9 * C1)[None, :], other=0.0)
     tl.store(to_first + d[:, None] * K1 + k[None, :], value.to(kind), mask=known & (k < K1)[None, :])
 
     # Row k = tap·2C + r of the last convolution's matrix: the tap mirrored, r in the order of even and then odd outputs.
     k = tl.arange(0, COLUMNS3)
-    tap, r = quotient_and_rest(k, 2 * C3, COLUMNS3)
+    tap, r = quotient_and_remainder(k, 2 * C3, COLUMNS3)
     output = tl.where(r < C3, 2 * r, 2 * (r - C3) + 1)
     source = output[None, :] * D * 9 + d[:, None] * 9 + (8 - tap)[None, :]
     value = tl.load(last + source, mask=known & (k < 18 * C3)[None, :], other=0.0).to(kind)
@@ -114,12 +114,12 @@ def _unpack(
         d = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
         k = tl.arange(0, COLUMNS1)[None, :]
         square = (d < D) & (k < 9 * C1)
-        channel, tap = quotient_and_rest(k, 9, COLUMNS1)
+        channel, tap = quotient_and_remainder(k, 9, COLUMNS1)
         value = _sum_of_parts(first, first_parts, D * K1, d * K1 + tap * C1 + channel, square, PARTS1, ROWS, COLUMNS1)
         tl.store(to_first + d * (9 * C1) + k, value, mask=square)
         k = tl.arange(0, COLUMNS3)[None, :]
         square = (d < D) & (k < 18 * C3)
-        output, tap = quotient_and_rest(k, 9, COLUMNS3)
+        output, tap = quotient_and_remainder(k, 9, COLUMNS3)
         source = ((8 - tap) * (2 * C3) + output % 2 * C3 + output // 2) * D + d
         value = _sum_of_parts(last, last_parts, D * K3, source, square, PARTS3, ROWS, COLUMNS3)
         tl.store(to_last + output * (9 * D) + d * 9 + tap, value, mask=square)

@@ -26,7 +26,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfnorm.kernels.dense.factored import AdamArguments, Moments
 from selfnorm.kernels.dense.gradient import (
     MOST_EXAMPLES,
     GradientTiles,
@@ -38,6 +37,7 @@ from selfnorm.kernels.dense.gradient import (
     with_free_layout,
 )
 from selfnorm.kernels.dispatch import input_precision
+from selfnorm.runtime.gradients import AdamArguments, Moments
 
 # Up to this many gradients, with this many numbers in all, one program checks as fast as many would.
 FEW_GRADIENTS, FEW_NUMBERS, BLOCK = 8, 2**16, 1024
@@ -230,13 +230,9 @@ def _pair_kernel(
     gradient_w = with_free_layout(gradient_w) + half * tl.trans(value_r)
     gradient_r = tl.trans(with_free_layout(gradient_r) - half * value_w)
     size, root = _corrections(W_step, rate, LOG1, LOG2)
-    _step(
-        W, W_average, W_square, at, inside, value_w, m_w, v_w, gradient_w, size, root, frozen, failed, BETA1, BETA2, EPSILON
-    )
+    _step(W, W_average, W_square, at, inside, value_w, m_w, v_w, gradient_w, size, root, frozen, failed, BETA1, BETA2, EPSILON)
     size, root = _corrections(R_step, rate, LOG1, LOG2)
-    _step(
-        R, R_average, R_square, across, valid, value_r, m_r, v_r, gradient_r, size, root, frozen, failed, BETA1, BETA2, EPSILON
-    )
+    _step(R, R_average, R_square, across, valid, value_r, m_r, v_r, gradient_r, size, root, frozen, failed, BETA1, BETA2, EPSILON)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Weight gradients of dense layers as factors, and the arguments that Adam's kernels take with them.
+"""Weight gradients of dense layers as factors.
 
 A fused layer leaves one of these with the step's `GradientCollector`; `train.adam` applies it, multiplying where it updates.
 Importing this module does not import Triton.
@@ -8,37 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from selfnorm.kernels.dispatch import usable
 from selfnorm.linalg.iterations import transposed
-
-
-class Moments(NamedTuple):
-    """Adam's state of a matrix: its moments (D, D), and the number of the step to take, from 1, as a float tensor."""
-
-    average: Tensor
-    square: Tensor
-    step: Tensor
-
-
-class AdamArguments(NamedTuple):
-    """What one of Adam's updates takes, beside gradient and moments. The tensors are float32 scalars on the device.
-
-    rate:    the learning rate.
-    frozen:  the update changes nothing unless this is 0.
-    failed:  set to 1 if a gradient or its square is not finite; such elements keep their value. It must be another tensor than
-             `frozen`: with the same one, the other elements would depend on timing.
-    """
-
-    rate: Tensor
-    frozen: Tensor
-    failed: Tensor
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+from selfnorm.runtime.gradients import AdamArguments, Moments
 
 
 @dataclass(frozen=True)
@@ -58,7 +34,7 @@ class PairGradient:
         return self.W, self.R
 
     @property
-    def factors(self) -> tuple[Tensor, ...]:
+    def factors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         return self.towards_w, self.x, self.towards_r, self.z, self.scale
 
     @torch.no_grad()

@@ -44,9 +44,7 @@ def small_slogdet(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """log|det A| (…) and A⁻ᵀ (…, C, C) of matrices (…, C, C), C ≤ 64, in float32: one kernel."""
     channels = matrix.shape[-1]
     if matrix.dim() < 2 or matrix.shape[-2] != channels or not 0 < channels <= MOST_MATRIX_ROWS:
-        raise ValueError(
-            f"small_slogdet: expected square matrices of at most {MOST_MATRIX_ROWS} rows, got {tuple(matrix.shape)}"
-        )
+        raise ValueError(f"small_slogdet: expected square matrices of at most {MOST_MATRIX_ROWS} rows, got {tuple(matrix.shape)}")
     matrix = matrix.contiguous()
     logabsdet = matrix.new_empty(matrix.shape[:-2])
     inverse_transposed = matrix.new_empty(matrix.shape)

@@ -13,13 +13,13 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from selfnorm.kernels.division import quotient_and_rest  # noqa: E402
+from selfnorm.kernels.numerics import quotient_and_remainder  # noqa: E402
 
 
 @triton.jit
 def _divide(quotients, rests, DIVISOR: tl.constexpr, BELOW: tl.constexpr, BLOCK: tl.constexpr):
     x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    quotient, rest = quotient_and_rest(x, DIVISOR, BELOW)
+    quotient, rest = quotient_and_remainder(x, DIVISOR, BELOW)
     tl.store(quotients + x, quotient, mask=x < BELOW)
     tl.store(rests + x, rest, mask=x < BELOW)
 
@@ -44,6 +44,13 @@ def test_no_kernel_adds_pairs_of_16_bit_numbers(device, tmp_path):
     printed = subprocess.run([sys.executable, script], env=compiling, capture_output=True, text=True, timeout=300)
     assert printed.returncode == 0, printed.stderr
     found = [json.loads(line) for line in printed.stdout.splitlines()]
-    expected = {"_selfnorm_forward", "_forward", "_series_forward", "_tap_means_kernel", "_convolution_error_kernel", "_gather"}
+    expected = {
+        "_selfnorm_conv_forward",
+        "_conv_forward",
+        "_series_forward",
+        "_tap_means_kernel",
+        "_convolution_error_kernel",
+        "_gather",
+    }
     assert expected <= {name for name, _ in found}
     assert [kernel for kernel in found if kernel[1]] == []
