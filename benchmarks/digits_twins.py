@@ -18,7 +18,8 @@ from selfnorm.data.batches import Examples
 from selfnorm.data.dataset import Dataset
 from selfnorm.evaluate.likelihood import Likelihood, likelihood
 from selfnorm.report.provenance import provenance
-from selfnorm.train.loop import Trainer, threads
+from selfnorm.runtime.threads import cpu_threads as threads
+from selfnorm.train.loop import Trainer
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.recipes import find_recipe
 

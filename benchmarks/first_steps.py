@@ -25,7 +25,8 @@ from selfnorm.runtime.precision import precision
 from selfnorm.train.captured import CapturedStep
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.recipes import build_flow, build_loss, find_recipe
-from selfnorm.train.run import dataset_of, settled
+from selfnorm.train.run import dataset_of
+from selfnorm.train.run import with_absolute_data_path as settled
 from selfnorm.train.step import EagerStep, Step, adam, learning_rate_at
 
 RECIPES = (

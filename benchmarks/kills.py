@@ -23,7 +23,8 @@ from typing import Any
 
 from record import Cell, parser, record
 from selfnorm.report.provenance import provenance
-from selfnorm.train.checkpoint import Checkpoint, read
+from selfnorm.train.checkpoint import Checkpoint
+from selfnorm.train.checkpoint import read_checkpoint as read
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.recipe import override
 from selfnorm.train.recipes import find_recipe

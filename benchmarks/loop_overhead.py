@@ -27,8 +27,9 @@ from record import Cell, at_least, parser, record
 from selfnorm.data import load_dataset
 from selfnorm.data.dataset import Dataset
 from selfnorm.report.provenance import provenance
+from selfnorm.runtime.threads import cpu_threads as threads
 from selfnorm.train.folder import RunFolder
-from selfnorm.train.loop import Trainer, threads
+from selfnorm.train.loop import Trainer
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.recipes import find_recipe
 from selfnorm.train.step import EagerStep, adam

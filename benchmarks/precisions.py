@@ -20,7 +20,8 @@ from selfnorm.report.provenance import provenance
 from selfnorm.runtime.precision import PRECISIONS, Precision
 from selfnorm.train.loop import Trainer
 from selfnorm.train.recipes import find_recipe
-from selfnorm.train.run import dataset_of, settled
+from selfnorm.train.run import dataset_of
+from selfnorm.train.run import with_absolute_data_path as settled
 
 MOST: dict[Precision, float] = {"float32": 0.0, "tf32": 0.1, "bf16": 1.0}  # nats
 

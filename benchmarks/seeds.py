@@ -22,7 +22,8 @@ from selfnorm.report.provenance import provenance
 from selfnorm.train.loop import Trainer
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.recipes import find_recipe
-from selfnorm.train.run import dataset_of, settled
+from selfnorm.train.run import dataset_of
+from selfnorm.train.run import with_absolute_data_path as settled
 from selfnorm.train.together import run_together
 
 SEEDS = (1, 3, 6)

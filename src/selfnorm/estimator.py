@@ -21,7 +21,8 @@ from selfnorm.evaluate.likelihood import evaluating
 from selfnorm.flow import Flow, Inverse
 from selfnorm.layers.elementwise import Standardize
 from selfnorm.runtime.checks import count
-from selfnorm.train.loop import Trainer, threads
+from selfnorm.runtime.threads import cpu_threads as threads
+from selfnorm.train.loop import Trainer
 from selfnorm.train.recipes import recipe_for
 from selfnorm.train.stopping import DivergedError
 

@@ -19,7 +19,7 @@ from selfnorm.bench.steps import COLUMNS, steps_table
 from selfnorm.bench.training import training_step
 from selfnorm.report.results import build
 from selfnorm.runtime.precision import precision
-from selfnorm.train.loop import threads
+from selfnorm.runtime.threads import cpu_threads as threads
 from support.benching import BRIEF, stop
 
 pytestmark = pytest.mark.usefixtures("elsewhere")

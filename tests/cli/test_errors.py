@@ -14,7 +14,7 @@ import pytest
 import selfnorm
 from selfnorm.data import cifar10, load_dataset, mnist
 from selfnorm.train import checkpoint as checkpoints
-from selfnorm.train.checkpoint import read
+from selfnorm.train.checkpoint import read_checkpoint as read
 from support.commandline import SHORT, digest, fails, invoke, numbers, ok, write_csv
 
 pytestmark = pytest.mark.usefixtures("elsewhere")

@@ -15,7 +15,7 @@ from PIL import Image
 
 import selfnorm
 from selfnorm.data import load_dataset
-from selfnorm.train.checkpoint import read
+from selfnorm.train.checkpoint import read_checkpoint as read
 from selfnorm.train.recipes import RECIPES
 from support.commandline import SHORT, VERBS, digest, fails, invoke, numbers, ok, read_csv, write_csv
 

@@ -23,7 +23,7 @@ from selfnorm.evaluate.likelihood import Likelihood
 from selfnorm.report import canvas, figures
 from selfnorm.report.results import build
 from selfnorm.runtime.memory import PeakMemory
-from selfnorm.train.checkpoint import read
+from selfnorm.train.checkpoint import read_checkpoint as read
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.run import Result, _step_seconds
 from support.commandline import SHORT, fails, invoke, ok, read_csv

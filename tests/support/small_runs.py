@@ -6,7 +6,7 @@ import torch
 
 from selfnorm.data import load_dataset
 from selfnorm.data.batches import Examples, TrainingBatches
-from selfnorm.train.checkpoint import read
+from selfnorm.train.checkpoint import read_checkpoint
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
 from selfnorm.train.recipe import override
@@ -33,7 +33,7 @@ def same(one, other):
 
 def assert_same_runs(one, other):
     for name in ("best.safetensors", "last.safetensors"):
-        assert same(read(one / name), read(other / name)), name
+        assert same(read_checkpoint(one / name), read_checkpoint(other / name)), name
     logs = [RunFolder(path).read_log() for path in (one, other)]
     for record in logs[0] + logs[1]:
         for time in ("seconds", "step_seconds"):

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import selfnorm
 from selfnorm.data import load_dataset
 from selfnorm.train import checkpoint as checkpoints
-from selfnorm.train.checkpoint import FORMAT, load, read, save
+from selfnorm.train.checkpoint import FORMAT, load, read_checkpoint, save_checkpoint
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
 from selfnorm.train.recipes import find_recipe
@@ -72,8 +72,8 @@ def test_round_trip(trained, tmp_path):
     _, best, _ = trained
     columned = replace(best, columns=("a", "b"), levels=None, shape=(2,))
     for checkpoint in (best, columned):
-        save(tmp_path / "one.safetensors", checkpoint)
-        back = read(tmp_path / "one.safetensors")
+        save_checkpoint(tmp_path / "one.safetensors", checkpoint)
+        back = read_checkpoint(tmp_path / "one.safetensors")
         assert replace(back, tensors={}) == replace(checkpoint, tensors={})
         assert back.tensors.keys() == checkpoint.tensors.keys()
         for name, value in checkpoint.tensors.items():
@@ -83,7 +83,7 @@ def test_round_trip(trained, tmp_path):
 
 def test_a_checkpoint_has_weights_multipliers_moments_and_metrics(trained):
     path, best, _ = trained
-    assert read(path / "best.safetensors").progress == best.progress
+    assert read_checkpoint(path / "best.safetensors").progress == best.progress
     assert {name.split(".")[0] for name in best.tensors} == {"loss", "adam", "epoch"}
     assert "loss.penalty.weight" in best.tensors
     assert {value.dtype for value in best.part("loss.flow.").values()} <= {torch.float32, torch.bool}
@@ -93,8 +93,8 @@ def test_views_and_transposed_tensors_are_saved_by_value(trained, tmp_path):
     _, best, _ = trained
     base = torch.arange(6.0).reshape(2, 3)
     views = {"loss.a": base.T, "loss.b": base[:, 1:], "loss.c": base.clone().requires_grad_()}
-    save(tmp_path / "views.safetensors", replace(best, tensors=views))
-    back = read(tmp_path / "views.safetensors").tensors
+    save_checkpoint(tmp_path / "views.safetensors", replace(best, tensors=views))
+    back = read_checkpoint(tmp_path / "views.safetensors").tensors
     assert all(torch.equal(back[name], value) for name, value in views.items())
 
 
@@ -116,10 +116,10 @@ def test_a_loaded_flow_scores_bit_for_bit_as_the_trained_one(trained, default):
 
 def test_a_folder_means_its_best_checkpoint_then_its_last(trained, tmp_path):
     _, best, _ = trained
-    save(tmp_path / "last.safetensors", replace(best, columns=("last",)))
-    assert checkpoints.checkpoint_in(tmp_path).name == "last.safetensors"
-    save(tmp_path / "best.safetensors", best)
-    assert checkpoints.checkpoint_in(tmp_path).name == "best.safetensors"
+    save_checkpoint(tmp_path / "last.safetensors", replace(best, columns=("last",)))
+    assert checkpoints.checkpoint_path(tmp_path).name == "last.safetensors"
+    save_checkpoint(tmp_path / "best.safetensors", best)
+    assert checkpoints.checkpoint_path(tmp_path).name == "best.safetensors"
 
 
 @pytest.mark.parametrize("part", [0, 4, 8, 100, 0.5, 0.999])
@@ -275,7 +275,7 @@ def test_a_write_that_fails_midway_leaves_the_old_file(trained, tmp_path, monkey
     _, best, _ = trained
     path = tmp_path / "last.safetensors"
     if existing:
-        save(path, best)
+        save_checkpoint(path, best)
     before = path.read_bytes() if existing else None
 
     def half(tensors, target, metadata):
@@ -284,7 +284,7 @@ def test_a_write_that_fails_midway_leaves_the_old_file(trained, tmp_path, monkey
 
     monkeypatch.setattr(checkpoints, "save_file", half)
     with pytest.raises(OSError, match="No space left"):
-        save(path, replace(best, columns=("new",)))
+        save_checkpoint(path, replace(best, columns=("new",)))
     assert list(tmp_path.iterdir()) == ([path] if existing else [])
     assert not existing or path.read_bytes() == before
 
@@ -292,7 +292,7 @@ def test_a_write_that_fails_midway_leaves_the_old_file(trained, tmp_path, monkey
 def test_a_folder_that_is_not_there_is_named(trained, tmp_path):
     _, best, _ = trained
     with pytest.raises(OSError, match="nowhere"):
-        save(tmp_path / "nowhere" / "last.safetensors", best)
+        save_checkpoint(tmp_path / "nowhere" / "last.safetensors", best)
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -301,7 +301,7 @@ def test_a_checkpoint_without_an_epochs_metrics_can_be_resumed(tmp_path):
     trainer = started()
     checkpoint = trainer._capture()
     older = replace(checkpoint, tensors={name: value for name, value in checkpoint.tensors.items() if "epoch." not in name})
-    save(tmp_path / "old.safetensors", older)
+    save_checkpoint(tmp_path / "old.safetensors", older)
     again = started()
-    again.resume(read(tmp_path / "old.safetensors"))
+    again.resume(read_checkpoint(tmp_path / "old.safetensors"))
     assert same(again.run(), trainer.run())

@@ -5,10 +5,10 @@ import torch
 
 from selfnorm.data import load_dataset
 from selfnorm.data.dataset import Dataset
-from selfnorm.train.checkpoint import read
+from selfnorm.train.checkpoint import read_checkpoint as read
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
-from selfnorm.train.progress import Progress
+from selfnorm.train.progress import RunProgress as Progress
 from selfnorm.train.run import resume_run, start_run
 from selfnorm.train.step import diagnosis, steps_taken
 from selfnorm.train.stopping import DivergedError

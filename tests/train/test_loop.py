@@ -14,7 +14,8 @@ import torch
 from selfnorm.data import load_dataset
 from selfnorm.data.batches import Examples
 from selfnorm.evaluate.likelihood import likelihood
-from selfnorm.train.checkpoint import read, save
+from selfnorm.train.checkpoint import read_checkpoint as read
+from selfnorm.train.checkpoint import save_checkpoint as save
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
 from selfnorm.train.recipe import override

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from selfnorm.data.dataset import Dataset, fingerprint
-from selfnorm.train.checkpoint import read, save
+from selfnorm.train.checkpoint import read_checkpoint, save_checkpoint
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.run import free_path, start_run
 from selfnorm.train.trained import Scores, Trained
@@ -94,10 +94,10 @@ def test_damaged_training_scores_are_named(table, tmp_path, content):
 def test_each_checkpoint_is_compared_with_its_own_training_scores(table, tmp_path):
     """Of the training rows about half are less likely than the median one, whichever the weights."""
     run, _ = table
-    last = read(run / "last.safetensors")
+    last = read_checkpoint(run / "last.safetensors")
     # Weights that find everything far less likely than the best ones do, as those of another epoch may.
     biases = {name: value + 3 if name.endswith("bias") else value for name, value in last.tensors.items()}
-    save(run / "last.safetensors", replace(last, tensors=biases))
+    save_checkpoint(run / "last.safetensors", replace(last, tensors=biases))
     for name in ("best.safetensors", "last.safetensors"):
         scores = Trained.open(run / name).score(tmp_path / "t.csv")
         assert 35 < np.median(scores.percentile) < 65
@@ -237,7 +237,7 @@ def test_half_written_files_of_others_are_left(digits):
     own, other = digits / ".last.0123.part.safetensors", digits / ".repaired.0123.part.safetensors"
     own.touch()
     other.touch()
-    folder.sweep()
+    folder.remove_partial_files()
     assert not own.exists()
     assert other.exists()
 

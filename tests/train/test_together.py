@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from selfnorm.data import load_dataset
-from selfnorm.train.checkpoint import read
+from selfnorm.train.checkpoint import read_checkpoint
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
 from selfnorm.train.run import Result, start_run, start_runs
@@ -51,7 +51,7 @@ def test_a_stop_saves_all_of_them(tmp_path):
     paths = [tmp_path / str(seed) for seed in range(3)]
     with pytest.raises(StoppedError):
         start_runs(recipes, paths, reports=[silent, stopping, silent])
-    steps = [read(path / "last.safetensors").progress["step"] for path in paths]
+    steps = [read_checkpoint(path / "last.safetensors").progress["step"] for path in paths]
     assert max(steps) - min(steps) <= 1
     assert 24 <= min(steps) <= 25
 
@@ -65,7 +65,7 @@ def test_the_command_trains_seeds_together_and_tells_their_mean(tmp_path):
     short = ["--set", "epochs=2", "--set", "warmup_epochs=1"]
     said = ok("train", "digits-fc-snf", *short, "--seeds", "2", "--seed", "7", "--run", tmp_path / "run", "-q")
     assert "over 2 of 2 seeds" in said
-    seeds = [read(path / "last.safetensors").recipe.seed for path in (tmp_path / "run", tmp_path / "run-seed8")]
+    seeds = [read_checkpoint(path / "last.safetensors").recipe.seed for path in (tmp_path / "run", tmp_path / "run-seed8")]
     assert seeds == [7, 8]
     lines = ok("train", "digits-fc-snf", *short, "--seeds", "2", "--run", tmp_path / "other", "--json").splitlines()
     records = [json.loads(line) for line in lines]
@@ -102,7 +102,7 @@ def test_seeds_that_were_stopped_go_on_together(tmp_path):
         if record["kind"] == "epoch" and record["epoch"] == 1:
             os.kill(os.getpid(), signal.SIGINT)
 
-    recipes = [read(path / "last.safetensors").recipe for path in whole]
+    recipes = [read_checkpoint(path / "last.safetensors").recipe for path in whole]
     stopped = [tmp_path / "b", tmp_path / "b-seed1"]
     with pytest.raises(StoppedError):
         start_runs(recipes, stopped, reports=[stopping, silent])
@@ -167,4 +167,4 @@ def test_what_breaks_one_run_saves_the_others(tmp_path):
     trainers[0].report = breaking
     with pytest.raises(OSError, match="no space"):
         run_together(trainers)
-    assert read(tmp_path / "1" / "last.safetensors").progress["step"] >= 23
+    assert read_checkpoint(tmp_path / "1" / "last.safetensors").progress["step"] >= 23

@@ -34,7 +34,7 @@ from selfnorm.bench.training import FAILED_STEP, TrainingStep, training_step
 from selfnorm.evaluate.sampler import Sampler
 from selfnorm.flow import Flow
 from selfnorm.runtime.precision import networks_in_bf16
-from selfnorm.train.loop import threads
+from selfnorm.runtime.threads import cpu_threads as threads
 
 BULK = 1000  # samples at once
 BARE_STEPS = 20  # in a graph

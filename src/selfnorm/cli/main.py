@@ -40,7 +40,7 @@ from selfnorm.cli.options import (
 from selfnorm.data.dataset import is_image
 from selfnorm.evaluate.health import examine, repair
 from selfnorm.runtime.files import replacing
-from selfnorm.train.checkpoint import save
+from selfnorm.train.checkpoint import save_checkpoint as save
 from selfnorm.train.recipe import Recipe, to_toml
 from selfnorm.train.recipes import RECIPES, find_recipe
 from selfnorm.train.run import free_path

@@ -31,11 +31,13 @@ from selfnorm.data.dataset import Dataset
 from selfnorm.evaluate.health import SAMPLES, round_trip
 from selfnorm.evaluate.likelihood import evaluating
 from selfnorm.flow import Flow
+from selfnorm.runtime.threads import cpu_threads as threads
 from selfnorm.train.folder import RunFolder
-from selfnorm.train.loop import Report, threads
+from selfnorm.train.loop import Report
 from selfnorm.train.recipe import Recipe, override
 from selfnorm.train.recipes import RECIPES, build_flow, build_loss, find_recipe
-from selfnorm.train.run import Result, settled
+from selfnorm.train.run import Result
+from selfnorm.train.run import with_absolute_data_path as settled
 from selfnorm.train.stopping import PARENT, StopRequests
 from selfnorm.train.trained import Trained
 

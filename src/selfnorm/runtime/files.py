@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 os.umask(_UMASK := os.umask(0o077))  # the only way to learn it is to set it
 
 
-def partial(path: Path) -> str:
+def temporary_pattern(path: Path) -> str:
     """A pattern of the temporary names for a path. The ending stays, since some writers choose a format by it."""
     return f".{path.stem}.*.part{path.suffix}"
 
@@ -27,7 +27,7 @@ def replacing(path: Path) -> Iterator[Path]:
     path = path.resolve()  # a link stays a link
     if path.exists() and not path.is_file():  # or a device such as /dev/stdout would become a file
         raise OSError(f"{path}: expected a plain file or nothing there yet, got something else")
-    temporary = path.with_name(partial(path).replace("*", secrets.token_hex(4)))
+    temporary = path.with_name(temporary_pattern(path).replace("*", secrets.token_hex(4)))
     try:
         yield temporary
         with temporary.open("rb+") as written:
@@ -47,14 +47,14 @@ def replacing_file(path: Path) -> Iterator[BinaryIO]:
 
 def json_text(value: Any, indent: int | None = None) -> str:
     """JSON as the standard has it: NaN and infinities, for which it has no word, become null."""
-    return json.dumps(_plain(value), allow_nan=False, indent=indent)
+    return json.dumps(_without_nan(value), allow_nan=False, indent=indent)
 
 
-def _plain(value: Any) -> Any:
+def _without_nan(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

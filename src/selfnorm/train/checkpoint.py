@@ -54,7 +54,7 @@ class Checkpoint:
         return flow.eval()
 
 
-def save(path: Path, checkpoint: Checkpoint) -> None:
+def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     """Write a checkpoint in one piece: at every moment there is an old one or a new one, never half of one."""
     facts = {
         "recipe": asdict(checkpoint.recipe),
@@ -72,7 +72,7 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
             raise OSError(f"{path}: could not be written: {error}") from None
 
 
-def read(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint, or say what is wrong with the file."""
     if not path.is_file():
         raise ValueError(f"{path}: expected a checkpoint, got no such file")
@@ -97,13 +97,13 @@ def read(path: Path) -> Checkpoint:
 
 def load(run_dir_or_checkpoint: str | Path) -> Flow:
     """The trained flow of a run folder (its best weights) or of one checkpoint file, on the CPU, ready to score and sample."""
-    path = checkpoint_in(Path(run_dir_or_checkpoint))
-    checkpoint = read(path)
+    path = checkpoint_path(Path(run_dir_or_checkpoint))
+    checkpoint = read_checkpoint(path)
     with located(str(path)):
         return checkpoint.flow()
 
 
-def checkpoint_in(path: Path) -> Path:
+def checkpoint_path(path: Path) -> Path:
     """The checkpoint meant by a path: itself, or a run folder's best (or, before the first validation, last) one."""
     if not path.is_dir():
         return path
@@ -113,7 +113,7 @@ def checkpoint_in(path: Path) -> Path:
     return folder.best if folder.best.exists() else folder.last
 
 
-def cloned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def detached_copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """A copy that training cannot change any more."""
     return {name: value.detach().clone() for name, value in tensors.items()}
 

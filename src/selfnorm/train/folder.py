@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from selfnorm.runtime.files import json_text, partial, write_text
+from selfnorm.runtime.files import json_text, temporary_pattern, write_text
 from selfnorm.train.recipe import Recipe, from_toml, to_toml
 
 try:
@@ -37,11 +37,11 @@ class RunFolder:
 
     def create(self, recipe: Recipe) -> None:
         """Make the folder for a new run; one that holds anything already is left alone."""
-        self.expect_free()
+        self.expect_unused()
         self.path.mkdir(parents=True, exist_ok=True)
         write_text(self.recipe, to_toml(recipe))
 
-    def expect_free(self) -> None:
+    def expect_unused(self) -> None:
         """Refuse a folder that holds anything."""
         if self.recipe.exists():
             raise ValueError(
@@ -62,10 +62,10 @@ class RunFolder:
                     raise ValueError(f"{self.path}: expected a run that nobody is at, got one that is being trained") from None
             yield
 
-    def sweep(self) -> None:
+    def remove_partial_files(self) -> None:
         """Remove what a killed process left half-written of the run's own files."""
         for whole in (self.best, self.last, self.scores, self.samples, self.curves, self.result):
-            for path in self.path.glob(partial(whole)):
+            for path in self.path.glob(temporary_pattern(whole)):
                 path.unlink(missing_ok=True)
 
     def read_recipe(self) -> Recipe:

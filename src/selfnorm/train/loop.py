@@ -21,10 +21,13 @@ from selfnorm.linalg.neumann import InfiniteVarianceError
 from selfnorm.objective import Loss
 from selfnorm.runtime.precision import precision
 from selfnorm.train.captured import CapturedStep, can_be_captured
-from selfnorm.train.checkpoint import Checkpoint, cloned, optimizer_tensors, read, restore_optimizer, save
+from selfnorm.train.checkpoint import Checkpoint, optimizer_tensors, restore_optimizer
+from selfnorm.train.checkpoint import detached_copies as cloned
+from selfnorm.train.checkpoint import read_checkpoint as read
+from selfnorm.train.checkpoint import save_checkpoint as save
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.profile import Piece, profile
-from selfnorm.train.progress import Progress
+from selfnorm.train.progress import RunProgress as Progress
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.recipes import build_flow, build_loss
 from selfnorm.train.step import EagerStep, Step, adam, diagnosis, learning_rate_at, steps_taken

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """Where a run stands."""
 
     step: int = 0  # steps taken

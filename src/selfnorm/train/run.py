@@ -25,9 +25,10 @@ from selfnorm.report import figures
 from selfnorm.report.provenance import provenance
 from selfnorm.runtime.files import json_text, replacing, write_text
 from selfnorm.runtime.memory import PeakMemory
-from selfnorm.train.checkpoint import Checkpoint, read
+from selfnorm.runtime.threads import cpu_threads
+from selfnorm.train.checkpoint import Checkpoint, read_checkpoint
 from selfnorm.train.folder import RunFolder
-from selfnorm.train.loop import Report, Trainer, threads
+from selfnorm.train.loop import Report, Trainer
 from selfnorm.train.profile import Piece
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.stopping import DivergedError, StopRequests
@@ -76,15 +77,15 @@ def start_run(
 ) -> Result:
     """Train a recipe into a new folder. `save_every`: seconds between checkpoints; `on_profile` is told first where a step's time
     goes."""
-    recipe = settled(recipe)
+    recipe = with_absolute_data_path(recipe)
     dataset = dataset_of(recipe, on_progress)
     memory = PeakMemory(device)
     trainer = Trainer(recipe, dataset, device=device, folder=RunFolder(path), report=report, save_every=save_every)
-    with _new(trainer):
+    with _new_run(trainer):
         if on_profile:
             on_profile(trainer.profile())
         trainer.run()
-        return _finish(trainer, memory)
+        return _write_result(trainer, memory)
 
 
 def start_runs(
@@ -98,23 +99,23 @@ def start_runs(
 ) -> list[Result | DivergedError]:
     """Train recipes for the same data at once, in one process, each into a new folder. What they share cannot tell each one's
     memory, so that is not known."""
-    recipes = [settled(recipe) for recipe in recipes]
+    recipes = [with_absolute_data_path(recipe) for recipe in recipes]
     dataset = dataset_of(recipes[0], on_progress)
     trainers = [
         Trainer(recipe, dataset, device=device, folder=RunFolder(path), report=report, save_every=save_every)
         for recipe, path, report in zip(recipes, paths, reports, strict=True)
     ]
     for path in paths:
-        RunFolder(path).expect_free()  # all of them, before anything is made
+        RunFolder(path).expect_unused()  # all of them, before anything is made
     with ExitStack() as locks:
         for trainer in trainers:
-            locks.enter_context(_new(trainer))
+            locks.enter_context(_new_run(trainer))
         diverged = run_together(trainers)
-        return [error or _finish(trainer, None) for trainer, error in zip(trainers, diverged, strict=True)]
+        return [error or _write_result(trainer, None) for trainer, error in zip(trainers, diverged, strict=True)]
 
 
 @contextmanager
-def _new(trainer: Trainer) -> Iterator[None]:
+def _new_run(trainer: Trainer) -> Iterator[None]:
     """A trainer that has not begun, in its folder, which is made and locked."""
     assert trainer.folder is not None
     trainer.start()
@@ -135,9 +136,9 @@ def resume_run(
 ) -> Result:
     """Go on with the run of a folder where its last checkpoint left it; only what is given here may differ from its recipe."""
     memory = PeakMemory(device)
-    with _resumed(path, data_dir, on_divergence, device, report, on_progress, save_every) as trainer:
+    with _resumed_run(path, data_dir, on_divergence, device, report, on_progress, save_every) as trainer:
         trainer.run()
-        return _finish(trainer, memory)
+        return _write_result(trainer, memory)
 
 
 def resume_runs(
@@ -156,15 +157,15 @@ def resume_runs(
         raise ValueError(f"{twice}: expected each run once, got it twice")
     with ExitStack() as stack:
         trainers = [
-            stack.enter_context(_resumed(path, data_dir, on_divergence, device, report, on_progress, save_every))
+            stack.enter_context(_resumed_run(path, data_dir, on_divergence, device, report, on_progress, save_every))
             for path, report in zip(paths, reports, strict=True)
         ]
         diverged = run_together(trainers)
-        return [error or _finish(trainer, None) for trainer, error in zip(trainers, diverged, strict=True)]
+        return [error or _write_result(trainer, None) for trainer, error in zip(trainers, diverged, strict=True)]
 
 
 @contextmanager
-def _resumed(
+def _resumed_run(
     path: Path,
     data_dir: str | None,
     on_divergence: Literal["stop", "rollback"] | None,
@@ -177,7 +178,7 @@ def _resumed(
     folder = RunFolder(path)
     stored = folder.read_recipe()
     # At the start, best is written a moment before last: a kill in between leaves nothing that a new start would not make again.
-    if folder.best.exists() and not folder.last.exists() and read(folder.best).progress["step"] > 0:
+    if folder.best.exists() and not folder.last.exists() and read_checkpoint(folder.best).progress["step"] > 0:
         raise ValueError(
             f"{folder.last}: expected the checkpoint to go on from, got none; {folder.best.name} alone can be used, not resumed"
         )
@@ -185,11 +186,11 @@ def _resumed(
     dataset = dataset_of(recipe, on_progress)
     trainer = Trainer(recipe, dataset, device=device, folder=folder, report=report, save_every=save_every)
     with folder.locked():
-        folder.sweep()
+        folder.remove_partial_files()
         if folder.last.exists():
-            checkpoint = read(folder.last)
+            checkpoint = read_checkpoint(folder.last)
             with located(str(folder.last)):
-                _expect_same(checkpoint, recipe, dataset)
+                _expect_same_recipe_and_data(checkpoint, recipe, dataset)
                 trainer.resume(checkpoint)
         else:  # stopped before its first checkpoint
             trainer.start()
@@ -197,7 +198,7 @@ def _resumed(
         yield trainer
 
 
-def _expect_same(checkpoint: Checkpoint, recipe: Recipe, dataset: Dataset) -> None:
+def _expect_same_recipe_and_data(checkpoint: Checkpoint, recipe: Recipe, dataset: Dataset) -> None:
     """Refuse to go on with another recipe or other data than a run began with."""
     before = replace(checkpoint.recipe, data_dir=recipe.data_dir, on_divergence=recipe.on_divergence)
     changed = [field.name for field in fields(Recipe) if getattr(before, field.name) != getattr(recipe, field.name)]
@@ -213,7 +214,7 @@ def free_path(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def settled(recipe: Recipe) -> Recipe:
+def with_absolute_data_path(recipe: Recipe) -> Recipe:
     """The recipe as its folder has it: the user's own data by an absolute path, to be found again from elsewhere."""
     own = Path(recipe.data).expanduser()
     return replace(recipe, data=str(own.resolve())) if recipe.data not in NAMES and own.exists() else recipe
@@ -224,7 +225,7 @@ def dataset_of(recipe: Recipe, on_progress: OnProgress | None = None) -> Dataset
     return load_dataset(recipe.data, recipe.data_dir, levels=recipe.levels, on_progress=on_progress)
 
 
-def _finish(trainer: Trainer, memory: PeakMemory | None) -> Result:
+def _write_result(trainer: Trainer, memory: PeakMemory | None) -> Result:
     best, folder = trainer.best(), trainer.folder
     assert folder is not None
     peak = memory.mebibytes() if memory else None
@@ -233,7 +234,7 @@ def _finish(trainer: Trainer, memory: PeakMemory | None) -> Result:
     size, seed = recipe.eval_batch_size, recipe.seed
     progress = trainer.progress
     assert progress.best_nll is not None
-    with threads(recipe.threads), StopRequests() as stop:
+    with cpu_threads(recipe.threads), StopRequests() as stop:
         examples = Examples(dataset.test, dataset.levels, device)
         test = likelihood(flow, examples, batch_size=size, samples=recipe.test_samples, seed=seed, watch=stop.check)
         scores = reference_scores(flow, trainer.train, size, seed, watch=stop.check)
@@ -253,7 +254,7 @@ def _finish(trainer: Trainer, memory: PeakMemory | None) -> Result:
             rollbacks=progress.rollbacks,
             provenance=provenance(device),
         )
-        if (earlier := _earlier(folder)) and earlier.seconds == result.seconds:  # it had ended, and was not trained again
+        if (earlier := _previous_result(folder)) and earlier.seconds == result.seconds:  # it had ended, and was not trained again
             result = replace(result, peak_memory=earlier.peak_memory, provenance=earlier.provenance)
         write_text(folder.result, json_text(asdict(result), indent=2) + "\n")
         # Last, since what can go wrong with a picture must not cost the figures.
@@ -269,7 +270,7 @@ def _step_seconds(records: list[dict[str, Any]]) -> float | None:
     return statistics.median(times) if times else None
 
 
-def _earlier(folder: RunFolder) -> Result | None:
+def _previous_result(folder: RunFolder) -> Result | None:
     """What a run had come to before it was resumed, if it had ended by then."""
     try:
         return Result.read(folder.result)

@@ -8,7 +8,8 @@ from contextlib import nullcontext, suppress
 import torch
 
 from selfnorm.runtime.precision import precision
-from selfnorm.train.loop import Trainer, threads
+from selfnorm.runtime.threads import cpu_threads
+from selfnorm.train.loop import Trainer
 from selfnorm.train.stopping import DivergedError, StoppedError, StopRequests
 
 
@@ -30,8 +31,8 @@ def run_together(trainers: Sequence[Trainer]) -> list[DivergedError | None]:
     ((thread_count, rounding),) = settings
     diverged: list[DivergedError | None] = [None] * len(trainers)
     stopped: StoppedError | None = None
-    with threads(thread_count), precision(rounding), StopRequests() as stop:
-        streams = [_stream(trainer.device) for trainer in trainers]
+    with cpu_threads(thread_count), precision(rounding), StopRequests() as stop:
+        streams = [_own_stream(trainer.device) for trainer in trainers]
         live = {index: trainer.advance(stop) for index, trainer in enumerate(trainers)}
         while live:
             for index, course in list(live.items()):
@@ -58,7 +59,7 @@ def run_together(trainers: Sequence[Trainer]) -> list[DivergedError | None]:
     return diverged
 
 
-def _stream(device: torch.device) -> torch.cuda.StreamContext | nullcontext[None]:
+def _own_stream(device: torch.device) -> torch.cuda.StreamContext | nullcontext[None]:
     """A stream of its own, which waits for what built the run on the default one."""
     if device.type != "cuda":
         return nullcontext()

@@ -23,9 +23,9 @@ from selfnorm.flow import Flow, Inverse
 from selfnorm.report import figures
 from selfnorm.runtime.files import replacing
 from selfnorm.runtime.precision import Precision
-from selfnorm.train.checkpoint import Checkpoint, checkpoint_in, read
+from selfnorm.runtime.threads import cpu_threads
+from selfnorm.train.checkpoint import Checkpoint, checkpoint_path, read_checkpoint
 from selfnorm.train.folder import RunFolder
-from selfnorm.train.loop import threads
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Trained:
     def open(cls, path: Path, device: torch.device | str = "cpu") -> Trained:
         if not path.exists():
             raise ValueError(f"{path}: expected a run folder or a checkpoint, got nothing there")
-        file = checkpoint_in(path)
-        checkpoint = read(file)
+        file = checkpoint_path(path)
+        checkpoint = read_checkpoint(file)
         with located(str(file)):
             flow = checkpoint.flow()
         return cls(file, checkpoint, flow.to(device), torch.device(device))
@@ -61,7 +61,7 @@ class Trained:
     ) -> Likelihood:
         """The exact likelihood of a part of the run's data."""
         recipe = self.checkpoint.recipe
-        with threads(recipe.threads):
+        with cpu_threads(recipe.threads):
             return likelihood(
                 self.flow,
                 self.examples(part, data_dir),
@@ -75,7 +75,7 @@ class Trained:
         """n samples in batches, on the CPU."""
         generator = generator_for(self.device, seed, "sample")
         size = self.checkpoint.recipe.eval_batch_size
-        with evaluating(self.flow), threads(self.checkpoint.recipe.threads):
+        with evaluating(self.flow), cpu_threads(self.checkpoint.recipe.threads):
             sampler = Sampler(self.flow, size, inverse, generator)
             batches = [sampler().cpu() for _ in range(n // size)]
             return torch.cat([*batches, self.flow.sample(n % size, inverse, generator).cpu()])
@@ -88,7 +88,7 @@ class Trained:
         levels = self.checkpoint.levels
         if levels is not None and int(table.max()) >= levels:
             raise ValueError(f"{file}: expected grey levels below {levels}, as in training, got {int(table.max())}")
-        with threads(self.checkpoint.recipe.threads):
+        with cpu_threads(self.checkpoint.recipe.threads):
             found = mean_log_likelihoods(
                 self.flow,
                 Examples(table, levels, self.device),
