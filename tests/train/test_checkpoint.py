@@ -85,7 +85,7 @@ def test_a_checkpoint_has_weights_multipliers_moments_and_metrics(trained):
     path, best, _ = trained
     assert read_checkpoint(path / "best.safetensors").progress == best.progress
     assert {name.split(".")[0] for name in best.tensors} == {"loss", "adam", "epoch"}
-    assert "loss.penalty.weight" in best.tensors
+    assert "loss.penalty.reconstruction_weight" in best.tensors
     assert {value.dtype for value in best.part("loss.flow.").values()} <= {torch.float32, torch.bool}
 
 
