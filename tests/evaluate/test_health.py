@@ -227,7 +227,7 @@ def test_the_same_generator_gives_the_same_figures():
 def test_too_large_for_exact_figures_is_said(monkeypatch):
     flow, x = perturbed_flow("3x3")
     exact = examine(flow, x).layers[0]
-    monkeypatch.setattr(health_module, "LARGEST", 39)  # D is 40
+    monkeypatch.setattr(health_module, "MAX_EXACT_SIZE", 39)  # D is 40
     found = examine(flow, x)
     assert found.layers[0].distance == pytest.approx(exact.distance, rel=0.15) and found.layers[0].distance != exact.distance
     assert found.layers[0].condition is None

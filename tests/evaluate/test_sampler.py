@@ -34,7 +34,7 @@ def check(sampler, generator, times=4, tolerance=1e-5):
 def captures(device, monkeypatch):
     """How many graphs were captured. Off CUDA, of functions that are called again at each replay: weights are read anew."""
     found = []
-    original = module._captured
+    original = module._capture_inverse
 
     class Replayed:
         def __init__(self, work):
@@ -50,14 +50,14 @@ def captures(device, monkeypatch):
             x.copy_(function(static))
             finite.copy_(torch.isfinite(x).all())
 
-        return module._Graph(Replayed(replay), static, x, finite)
+        return module._CapturedInverse(Replayed(replay), static, x, finite)
 
     def counted(function, z):
         found.append((original if device.type == "cuda" else pretend)(function, z))
         return found[-1]
 
-    monkeypatch.setattr(module, "GRAPHS", device.type)
-    monkeypatch.setattr(module, "_captured", counted)
+    monkeypatch.setattr(module, "GRAPH_DEVICE_TYPE", device.type)
+    monkeypatch.setattr(module, "_capture_inverse", counted)
     return found
 
 
@@ -199,7 +199,7 @@ def test_memory_that_runs_out_is_told_of(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
     monkeypatch.setattr(module, "waiting_is_an_error", nothing)
     with pytest.raises(torch.OutOfMemoryError):
-        module._captured(full, torch.zeros(2))
+        module._capture_inverse(full, torch.zeros(2))
 
 
 class Stream:
