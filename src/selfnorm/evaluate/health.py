@@ -96,8 +96,8 @@ def repair(flow: Flow, x: Tensor | None = None) -> tuple[str, ...]:
     """Recomputes each stored inverse from its weight, in place: exact for linear layers and 1×1 kernels, else least-squares.
 
     Returns the names of the changed layers: all of them, or, given data x, only those whose new R reconstructs better, over
-    the data and white noise together. (A trained k×k kernel may beat the least-squares one, which ignores the border.) If any weight is
-    singular, no layer is changed. Start a new optimiser afterwards: the moments of the old one belong to the old R.
+    the data and white noise together. (A trained k×k kernel may beat the least-squares one, which ignores the border.) If any
+    weight is singular, no layer is changed. Start a new optimiser afterwards: the moments of the old one belong to the old R.
     """
     named = dict(_layers_with_inverse(flow))
     repaired = {}
