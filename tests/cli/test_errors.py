@@ -144,7 +144,7 @@ def test_a_damaged_checkpoint(digits_run, tmp_path, damage):
 def test_weights_of_another_recipe_name_the_file(digits_run, tmp_path):
     checkpoint = read(digits_run[0] / "best.safetensors")
     path = tmp_path / "odd.safetensors"
-    checkpoints.save(path, replace(checkpoint, shape=(1, 4, 4)))
+    checkpoints.save_checkpoint(path, replace(checkpoint, shape=(1, 4, 4)))
     assert str(path) in fails("eval", path)
 
 
