@@ -1,4 +1,4 @@
-"""What tests of `selfnorm bench` share."""
+"""Helpers for the tests of `selfnorm bench`."""
 
 from selfnorm.bench.timing import Effort
 

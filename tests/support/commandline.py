@@ -1,4 +1,4 @@
-"""Calling the command in tests."""
+"""Calls the `selfnorm` command in tests."""
 
 import csv
 import hashlib
@@ -19,14 +19,14 @@ def invoke(*args):
 
 
 def ok(*args):
-    """What a call that must succeed prints."""
+    """Returns the output of a call, which must succeed."""
     result = invoke(*args)
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 def fails(*args, code=1):
-    """The one line of a call that must fail."""
+    """Returns the error of a call, which must fail with one line on stderr."""
     result = invoke(*args)
     assert result.exit_code == code, (result.exit_code, result.output, result.exception)
     assert isinstance(result.exception, SystemExit)
@@ -37,7 +37,7 @@ def fails(*args, code=1):
 
 
 def digest(folder):
-    """All files below a folder, by their content."""
+    """Returns the SHA-256 of every file below a folder, by path."""
     return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(folder).rglob("*")) if path.is_file()}
 
 

@@ -1,4 +1,4 @@
-"""How the tests of kernels make numbers and compare them."""
+"""Random inputs and comparisons for the tests of kernels."""
 
 import torch
 from torch.testing import assert_close
@@ -9,7 +9,7 @@ def normal(*shape, device, scale=1.0):
 
 
 def strided(tensor):
-    """The same values, neither contiguous nor in the usual order."""
+    """Returns the same values, stored neither contiguously nor in the usual order."""
     return tensor.transpose(0, -1).contiguous().transpose(0, -1)
 
 
@@ -18,7 +18,7 @@ def in_float64(*tensors):
 
 
 def agree(got, expected, tolerance=3e-6):
-    """Up to rounding, in the largest entry's measure: sums cancel."""
+    """Asserts equality up to rounding, relative to the largest entry, because sums may cancel."""
     assert len(got) == len(expected)
     for index, (one, other) in enumerate(zip(got, expected, strict=True)):
         scale = max(1.0, other.abs().max().item())
@@ -36,7 +36,7 @@ def random_layer(layer, device):
 
 
 def trained(layer, x):
-    """The loss's gradients, and what the surrogate gave."""
+    """Returns the outputs of the surrogate, and the gradients of a loss for x and the parameters."""
     x = x.clone().requires_grad_()
     z, log_det, reconstruction = layer.surrogate(x)
     weights = torch.linspace(0.5, 1.5, x.shape[0], dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""Short runs on the digits, and how to compare two of them."""
+"""Short runs on the digits, and comparisons of two runs."""
 
 import json
 
@@ -27,7 +27,7 @@ def trained(recipe, **options):
 
 
 def same(one, other):
-    """Whether two checkpoints hold the same bits."""
+    """Returns whether the tensors of two checkpoints are identical."""
     return one.tensors.keys() == other.tensors.keys() and all(torch.equal(one.tensors[k], other.tensors[k]) for k in one.tensors)
 
 
@@ -50,7 +50,7 @@ def started(*settings, **options):
 
 
 def made(kind, device, *settings, recipe="digits-fc-snf", block=5):
-    """A step of a kind on the digits, as the trainer makes it, but with blocks of a few steps on a CPU, too."""
+    """Returns a training step of a kind on the digits, as the trainer builds it, but with blocks of a few steps even on a CPU."""
     recipe = override(find_recipe(recipe), ["standardize=false", *settings])
     data = load_dataset("digits")
     loss = build_loss(recipe, build_flow(recipe, data.shape, data.levels)).to(device)
