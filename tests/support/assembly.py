@@ -49,6 +49,7 @@ def compile_only():
 
 
 def train(layer, shape):
+    """Runs the surrogate of a layer and its backward pass with kernels."""
     with dispatch.used_on("cpu"):
         z, log_det, reconstruction = layer.surrogate(torch.randn(shape, requires_grad=True))
         (z.sum() + log_det.sum() + reconstruction.sum()).backward()

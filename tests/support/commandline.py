@@ -15,6 +15,7 @@ SHORT = ("--set", "epochs=2", "--set", "validate_every=1", "--set", "test_sample
 
 
 def invoke(*args):
+    """Returns the result of `selfnorm ARGS`, run in this process."""
     return CliRunner().invoke(app, [str(arg) for arg in args], prog_name="selfnorm")
 
 
@@ -42,14 +43,17 @@ def digest(folder):
 
 
 def read_csv(text):
+    """Returns the rows of a CSV text as dicts."""
     return list(csv.DictReader(io.StringIO(text)))
 
 
 def numbers(n, columns, seed=0):
+    """Returns a table (n, columns) of normal numbers, with a different scale in each column."""
     rows = np.random.default_rng(seed).normal(size=(n, columns)) * np.arange(1, columns + 1) + 3
     return rows.astype(np.float32)
 
 
 def write_csv(path, rows, header="a,b,c"):
+    """Writes a table with a header line and returns its path."""
     np.savetxt(path, rows, delimiter=",", header=header, comments="", fmt="%.9g")
     return path

@@ -5,6 +5,7 @@ from torch.testing import assert_close
 
 
 def normal(*shape, device, scale=1.0):
+    """Returns random normal numbers in float32."""
     return (scale * torch.randn(shape)).to(device, torch.float32)
 
 
@@ -14,6 +15,7 @@ def strided(tensor):
 
 
 def in_float64(*tensors):
+    """Returns float64 copies that require gradients; None stays None."""
     return [None if tensor is None else tensor.detach().double().requires_grad_() for tensor in tensors]
 
 
@@ -28,6 +30,7 @@ def agree(got, expected, tolerance=3e-6):
 
 
 def random_layer(layer, device):
+    """Returns the layer in float32 on a device, with perturbed parameters."""
     layer = layer.to(device, torch.float32)
     with torch.no_grad():
         for parameter in layer.parameters():

@@ -38,6 +38,8 @@ from selfnorm.models import conv_flow, fc_flow, glow
 
 @dataclass(frozen=True)
 class Case:
+    """One bijection under test, and the inputs that it takes."""
+
     make: Callable[[], Bijection]
     shape: tuple[int, ...]
     bad_shape: tuple[int, ...] | None = None  # a shape (N, …) that must raise ValueError; None if every shape is valid
@@ -55,6 +57,7 @@ class Case:
         return layer.eval()
 
     def inputs(self, n: int) -> tuple[Tensor, Tensor | None]:
+        """Returns a random batch of n examples, and its context if the layer takes one."""
         return self.draw(n, *self.shape), None if self.context is None else torch.randn(n, *self.context)
 
 

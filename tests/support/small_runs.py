@@ -17,10 +17,12 @@ SMALL = ("layers=2", "epochs=6", "validate_every=2", "test_samples=1")
 
 
 def digits(*settings):
+    """Returns the recipe digits-fc-snf, with settings such as "epochs=6"."""
     return override(find_recipe("digits-fc-snf"), settings)
 
 
 def trained(recipe, **options):
+    """Trains a recipe without a folder; returns the trainer and its best checkpoint."""
     trainer = Trainer(recipe, load_dataset(recipe.data), **options)
     trainer.start()
     return trainer, trainer.run()
@@ -32,6 +34,7 @@ def same(one, other):
 
 
 def assert_same_runs(one, other):
+    """Asserts that two run folders agree in everything except times."""
     for name in ("best.safetensors", "last.safetensors"):
         assert same(read_checkpoint(one / name), read_checkpoint(other / name)), name
     logs = [RunFolder(path).read_log() for path in (one, other)]
@@ -44,6 +47,7 @@ def assert_same_runs(one, other):
 
 
 def started(*settings, **options):
+    """Returns the trainer of a small recipe, initialised but not yet trained."""
     trainer = Trainer(digits(*SMALL, *settings), load_dataset("digits"), **options)
     trainer.start()
     return trainer
