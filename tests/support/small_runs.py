@@ -22,7 +22,7 @@ def digits(*settings):
 
 
 def trained(recipe, **options):
-    """Trains a recipe without a folder; returns the trainer and its best checkpoint."""
+    """Trains a recipe; returns the trainer and its best checkpoint."""
     trainer = Trainer(recipe, load_dataset(recipe.data), **options)
     trainer.start()
     return trainer, trainer.run()

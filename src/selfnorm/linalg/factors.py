@@ -38,13 +38,13 @@ class ExactFactors:
         self._lu: tuple[Tensor, Tensor] | None = None
 
     def _is_for(self, weight: Tensor, form: BlockForm) -> bool:
-        kept = self._weight
+        cached = self._weight
         return (
-            kept is not None
+            cached is not None
             and form == self._form
-            and kept.dtype == weight.dtype
-            and kept.device == weight.device
-            and torch.equal(kept, weight)
+            and cached.dtype == weight.dtype
+            and cached.device == weight.device
+            and torch.equal(cached, weight)
         )
 
     # A later backward pass may use the cached tensors, so they must not be created in inference mode.

@@ -43,7 +43,7 @@ def refine(
 
 
 def default_tolerance(dtype: torch.dtype) -> float:
-    """Returns eps^¾, the default tolerance of `refine`: 6e-6 in float32, 2e-12 in float64."""
+    """Returns eps^¾, the tolerance with which layers call `refine` by default: 6e-6 in float32, 2e-12 in float64."""
     return float(torch.finfo(dtype).eps ** 0.75)
 
 
