@@ -212,7 +212,10 @@ def test_best_is_on_disk_before_a_last_that_knows_of_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("file", "change", "words"),
-    [("recipe.toml", ("seed = 0", "seed = 1"), "another seed"), ("recipe.toml", ("epochs = 6", "epochs = 7"), "another epochs")],
+    [
+        ("recipe.toml", ("seed = 0", "seed = 1"), "a different seed"),
+        ("recipe.toml", ("epochs = 6", "epochs = 7"), "a different epochs"),
+    ],
 )
 def test_a_run_goes_on_only_as_it_began(tmp_path, file, change, words):
     start_run(digits(*SMALL), tmp_path / "run")
