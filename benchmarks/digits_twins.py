@@ -18,7 +18,8 @@ from selfnorm.data.batches import Examples
 from selfnorm.data.dataset import Dataset
 from selfnorm.evaluate.likelihood import Likelihood, likelihood
 from selfnorm.report.provenance import provenance
-from selfnorm.train.loop import Trainer, threads
+from selfnorm.runtime.threads import cpu_threads
+from selfnorm.train.loop import Trainer
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.recipes import find_recipe
 
@@ -48,7 +49,7 @@ def main() -> None:
     dataset = load_dataset(recipes[0].data)
     epochs: set[int] = set()
     values: list[list[float]] = []  # a row for each seed, a column for each twin
-    with threads(recipes[0].threads):
+    with cpu_threads(recipes[0].threads):
         for seed in SEEDS:
             found = [train(replace(recipe, seed=seed), dataset) for recipe in recipes]
             values.append([test.nll for test, _ in found])

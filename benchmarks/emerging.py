@@ -32,7 +32,7 @@ from selfnorm.cli.options import the_device
 from selfnorm.layers.emerging import AutoregressiveConv2d, Mask, solve_by_fronts, solve_by_rows
 from selfnorm.linalg.convmatrix import Geometry, conv_matrix
 from selfnorm.report.provenance import provenance
-from selfnorm.train.loop import threads
+from selfnorm.runtime.threads import cpu_threads
 
 SHAPES = [(1, 28, 28), (4, 14, 14), (16, 7, 7), (12, 16, 16), (3, 32, 32)]
 BATCHES = (1, 100)
@@ -102,7 +102,7 @@ def main() -> None:
     device = the_device(chosen.device)
     torch.manual_seed(0)
     masks: tuple[Mask, ...] = ("quadrant", "raster")
-    with threads(chosen.threads):
+    with cpu_threads(chosen.threads):
         rows = [
             compare(shape, batch, mask, chosen.repeats, device)
             for shape, mask, batch in itertools.product(SHAPES, masks, BATCHES)

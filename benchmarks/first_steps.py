@@ -26,7 +26,7 @@ from selfnorm.train.adam import make_adam
 from selfnorm.train.captured import CapturedStep
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.recipes import build_flow, build_loss, find_recipe
-from selfnorm.train.run import dataset_of, settled
+from selfnorm.train.run import dataset_of, with_absolute_data_path
 from selfnorm.train.step import EagerStep, Step, learning_rate_at
 
 RECIPES = (
@@ -90,7 +90,7 @@ def main() -> None:
     device = the_device("auto")
     rows: list[list[Cell]] = []
     for name in chosen.recipes:
-        recipe, began = settled(find_recipe(name)), time.time()
+        recipe, began = with_absolute_data_path(find_recipe(name)), time.time()
         dataset = dataset_of(recipe)
         rows.append([name, *compare(recipe, Examples(dataset.train, dataset.levels, device), chosen.steps)])
         print(f"{name}: {rows[-1][3]}, {time.time() - began:.0f} s", flush=True)

@@ -23,7 +23,7 @@ from typing import Any
 
 from record import Cell, parser, record
 from selfnorm.report.provenance import provenance
-from selfnorm.train.checkpoint import Checkpoint, read
+from selfnorm.train.checkpoint import Checkpoint, read_checkpoint
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.recipe import override
 from selfnorm.train.recipes import find_recipe
@@ -84,7 +84,7 @@ def kill_once(index: int, path: Path, delay: float, save_every: float) -> float:
         process.stdout.read()
     if process.returncode != -signal.SIGKILL:
         raise RuntimeError(f"kills: expected {CASES[index].name} to outlast its kills, got exit code {process.returncode}")
-    checkpoint = read(RunFolder(path).last)
+    checkpoint = read_checkpoint(RunFolder(path).last)
     return checkpoint.recipe.epochs * float(checkpoint.progress["step"]) / int(first[1])
 
 
@@ -98,7 +98,7 @@ def differences(killed: RunFolder, whole: RunFolder) -> tuple[int, list[str]]:
     """How many tensors were compared, and what differs between two runs, the time they took left out."""
     compared, found = 0, []
     for one, other in ((killed.best, whole.best), (killed.last, whole.last)):
-        a, b = read(one), read(other)
+        a, b = read_checkpoint(one), read_checkpoint(other)
         names = sorted(a.tensors.keys() | b.tensors.keys())
         compared += len(names)
         found += [f"{one.name}: {name}" for name in names if _bytes(a, name) != _bytes(b, name)]

@@ -27,9 +27,10 @@ from record import Cell, at_least, parser, record
 from selfnorm.data import load_dataset
 from selfnorm.data.dataset import Dataset
 from selfnorm.report.provenance import provenance
+from selfnorm.runtime.threads import cpu_threads
 from selfnorm.train.adam import make_adam
 from selfnorm.train.folder import RunFolder
-from selfnorm.train.loop import Trainer, threads
+from selfnorm.train.loop import Trainer
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.recipes import find_recipe
 from selfnorm.train.step import EagerStep
@@ -46,7 +47,7 @@ def fresh(recipe: Recipe, dataset: Dataset, folder: RunFolder | None = None) -> 
 def time_calls(trainer: Trainer, call: Callable[[int, int], object]) -> float:
     """Seconds a step, the first left out."""
     started = 0.0
-    with threads(trainer.recipe.threads):
+    with cpu_threads(trainer.recipe.threads):
         for step in range(trainer.total):
             call(*divmod(step, trainer.batches.steps_per_epoch))
             started = started or time.perf_counter()
@@ -129,7 +130,7 @@ def main() -> None:
         compare("digits-fc-snf", digits, load_dataset("digits"), chosen.rounds),
         compare("mnist-fc-snf", mnist, images, chosen.rounds),
     ]
-    with threads(1):
+    with cpu_threads(1):
         source = provenance(command=f"python benchmarks/loop_overhead.py --rounds {chosen.rounds}")
     record(
         chosen.json,

@@ -20,7 +20,7 @@ from selfnorm.report.provenance import provenance
 from selfnorm.runtime.precision import PRECISIONS, Precision
 from selfnorm.train.loop import Trainer
 from selfnorm.train.recipes import find_recipe
-from selfnorm.train.run import dataset_of, settled
+from selfnorm.train.run import dataset_of, with_absolute_data_path
 
 MOST: dict[Precision, float] = {"float32": 0.0, "tf32": 0.1, "bf16": 1.0}  # nats
 
@@ -35,7 +35,7 @@ def main() -> None:
     options.add_argument("recipe", nargs="?", default="mnist-glow-snf")
     options.add_argument("--epochs", type=at_least(1), default=10)
     chosen = options.parse_args()
-    recipe = settled(replace(find_recipe(chosen.recipe), epochs=chosen.epochs, warmup_epochs=1.0))
+    recipe = with_absolute_data_path(replace(find_recipe(chosen.recipe), epochs=chosen.epochs, warmup_epochs=1.0))
     dataset = dataset_of(recipe)
     trainer = Trainer(recipe, dataset, device=the_device("auto"), report=report)
     trainer.start()

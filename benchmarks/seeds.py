@@ -22,7 +22,7 @@ from selfnorm.report.provenance import provenance
 from selfnorm.train.loop import Trainer
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.recipes import find_recipe
-from selfnorm.train.run import dataset_of, settled
+from selfnorm.train.run import dataset_of, with_absolute_data_path
 from selfnorm.train.together import run_together
 
 SEEDS = (1, 3, 6)
@@ -55,7 +55,7 @@ def main() -> None:
     device = the_device("auto")
     rows: list[list[Cell]] = []
     for name in chosen.recipes:
-        recipe = settled(replace(find_recipe(name), epochs=chosen.epochs, validate_every=chosen.epochs))
+        recipe = with_absolute_data_path(replace(find_recipe(name), epochs=chosen.epochs, validate_every=chosen.epochs))
         dataset = dataset_of(recipe)
         times = {seeds: milliseconds(recipe, dataset, seeds, device) for seeds in SEEDS}
         for seeds, taken in times.items():

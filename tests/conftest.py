@@ -1,4 +1,4 @@
-"""Tests run in float64, from a fixed seed, on the CPU and on whatever accelerator is present."""
+"""Fixtures for all tests, which run in float64 from a fixed seed, on the CPU and on the accelerator if there is one."""
 
 import os
 
@@ -13,12 +13,12 @@ from support.commandline import SHORT, numbers, ok, write_csv
 
 ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
-# Where there is no GPU, Triton runs kernels in Python. It must know before any of them is imported.
+# Without a GPU, Triton interprets kernels in Python. This must be set before any kernel is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-# The tests' tensors are tiny: more threads would only wait for each other, at length where a core is busy elsewhere.
+# The tests use tiny tensors: more threads would only wait for each other, for long if a core is busy.
 torch.set_num_threads(1)
-# torch lets cuDNN round float32 convolutions to TF32 unless told otherwise; float32 tests mean float32.
+# By default torch lets cuDNN round float32 convolutions to TF32; tests in float32 need full precision.
 torch.backends.cudnn.allow_tf32 = False
 
 
@@ -42,7 +42,7 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture
 def kernels(device):
-    """Kernels are used on the device, if need be step by step in Python."""
+    """Uses kernels on the device; without a GPU they run in Triton's interpreter."""
     pytest.importorskip("triton")
     with used_on(device.type):
         yield
@@ -50,7 +50,7 @@ def kernels(device):
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """New memory holds NaN, so that what a kernel leaves unwritten is seen."""
+    """Fills new memory with NaN, which reveals values that a kernel does not write."""
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, original=original, **options: _poison(original(*args, **options)))
@@ -62,7 +62,7 @@ def _poison(tensor):
 
 @pytest.fixture
 def factorisations(monkeypatch):
-    """Counts every factorisation, by whatever function it is asked for."""
+    """Lists every call of a factorising function of torch.linalg, by name."""
     calls = []
     for name in ("lu_factor", "lu_factor_ex", "slogdet", "inv", "inv_ex", "solve", "solve_ex", "det", "lu", "svd", "qr"):
         original = getattr(torch.linalg, name)
@@ -77,20 +77,20 @@ def factorisations(monkeypatch):
 
 @pytest.fixture
 def never_waiting():
-    """A context in which waiting for the device is an error."""
+    """Returns a context in which waiting for the device is an error."""
     return waiting_is_an_error
 
 
 @pytest.fixture(scope="session")
 def digits_run(tmp_path_factory):
-    """A run of images, and what its training printed."""
+    """A short run on the digits, and the output of its training."""
     folder = tmp_path_factory.mktemp("digits") / "run"
     return folder, ok("train", "digits-fc-snf", *SHORT, "--run", folder, "-q")
 
 
 @pytest.fixture(scope="session")
 def table_run(tmp_path_factory):
-    """A run on a table with named columns, and that table's file."""
+    """A short run on a table with named columns, and the file of the table."""
     folder = tmp_path_factory.mktemp("table")
     file = write_csv(folder / "measured.csv", numbers(200, 3))
     ok("fit", file, "--set", "epochs=4", "--run", folder / "run", "--quiet")
@@ -99,13 +99,13 @@ def table_run(tmp_path_factory):
 
 @pytest.fixture
 def elsewhere(tmp_path_factory, monkeypatch):
-    """A working folder of its own, so that no test leaves anything in the repository."""
+    """Changes to a temporary working folder, so that the test leaves nothing in the repository."""
     monkeypatch.chdir(tmp_path_factory.mktemp("work"))
 
 
 @pytest.fixture
 def brief(monkeypatch):
-    """No measurement of `selfnorm bench` takes long."""
+    """Makes every measurement of `selfnorm bench` short."""
     monkeypatch.setattr("selfnorm.cli.bench._effort", lambda *args, **options: BRIEF)
     monkeypatch.setattr("selfnorm.bench.steps.measure_ceilings", lambda device, seconds, in_bf16: Ceilings(1e9, 1e9, in_bf16))
     monkeypatch.setattr("selfnorm.bench.steps.BULK", 3)

@@ -21,7 +21,8 @@ from selfnorm.evaluate.likelihood import evaluating
 from selfnorm.flow import Flow, Inverse
 from selfnorm.layers.elementwise import Standardize
 from selfnorm.runtime.checks import count
-from selfnorm.train.loop import Trainer, threads
+from selfnorm.runtime.threads import cpu_threads
+from selfnorm.train.loop import Trainer
 from selfnorm.train.recipes import recipe_for
 from selfnorm.train.stopping import DivergedError
 
@@ -148,12 +149,12 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         """Rows drawn from the learned density."""
         check_is_fitted(self)
         generator = torch.Generator().manual_seed(int(check_random_state(random_state).randint(2**31)))
-        with evaluating(self.flow_), threads(1):
+        with evaluating(self.flow_), cpu_threads(1):
             rows: Floats = self.flow_.sample(n_samples, inverse, generator).numpy()
         return rows
 
     def _log_prob(self, table: Floats) -> Floats:
-        with evaluating(self.flow_), threads(1):
+        with evaluating(self.flow_), cpu_threads(1):
             # A copy: the rows may be a read-only memory map, which torch does not take.
             batches = [self.flow_.log_prob(torch.tensor(table[i : i + 10_000])) for i in range(0, len(table), 10_000)]
         scores: Floats = torch.cat(batches).numpy()

@@ -19,7 +19,7 @@ from selfnorm.bench.steps import COLUMNS, steps_table
 from selfnorm.bench.training import training_step
 from selfnorm.report.results import build
 from selfnorm.runtime.precision import precision
-from selfnorm.train.loop import threads
+from selfnorm.runtime.threads import cpu_threads
 from support.benching import BRIEF, stop
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -142,7 +142,7 @@ def test_floors_are_those_of_the_threads_in_use(monkeypatch):
     monkeypatch.setattr(steps, "measure_ceilings", ceilings)
     wide = replace(MODELS["digits-fc-snf"], name="wide", recipe=replace(MODELS["digits-fc-snf"].recipe, threads=None))
     chosen = [MODELS["digits-fc-snf"], wide, MODELS["digits-conv-snf"]]
-    with threads(3):
+    with cpu_threads(3):
         table, measured = steps_table(chosen, CPU, effort=BRIEF, memory=False, now=now.append)
         assert torch.get_num_threads() == 3
     assert asked == [1, 3] and [each.threads for each in measured] == [1, 3, 1]

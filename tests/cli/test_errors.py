@@ -14,7 +14,7 @@ import pytest
 import selfnorm
 from selfnorm.data import cifar10, load_dataset, mnist
 from selfnorm.train import checkpoint as checkpoints
-from selfnorm.train.checkpoint import read
+from selfnorm.train.checkpoint import read_checkpoint
 from support.commandline import SHORT, digest, fails, invoke, numbers, ok, write_csv
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -142,9 +142,9 @@ def test_a_damaged_checkpoint(digits_run, tmp_path, damage):
 
 
 def test_weights_of_another_recipe_name_the_file(digits_run, tmp_path):
-    checkpoint = read(digits_run[0] / "best.safetensors")
+    checkpoint = read_checkpoint(digits_run[0] / "best.safetensors")
     path = tmp_path / "odd.safetensors"
-    checkpoints.save(path, replace(checkpoint, shape=(1, 4, 4)))
+    checkpoints.save_checkpoint(path, replace(checkpoint, shape=(1, 4, 4)))
     assert str(path) in fails("eval", path)
 
 

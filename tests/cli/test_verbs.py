@@ -15,7 +15,7 @@ from PIL import Image
 
 import selfnorm
 from selfnorm.data import load_dataset
-from selfnorm.train.checkpoint import read
+from selfnorm.train.checkpoint import read_checkpoint
 from selfnorm.train.recipes import RECIPES
 from support.commandline import SHORT, VERBS, digest, fails, invoke, numbers, ok, read_csv, write_csv
 
@@ -114,7 +114,7 @@ def test_the_same_seed_gives_the_same_numbers(digits_run, tmp_path):
     again = ok("train", "digits-fc-snf", *SHORT, "--run", tmp_path / "again", "--quiet")
     other = ok("train", "digits-fc-snf", *SHORT, "--run", tmp_path / "other", "--quiet", "--seed", 1)
     assert again.splitlines()[0] == printed.splitlines()[0] != other.splitlines()[0]
-    first, second = read(folder / "best.safetensors"), read(tmp_path / "again" / "best.safetensors")
+    first, second = read_checkpoint(folder / "best.safetensors"), read_checkpoint(tmp_path / "again" / "best.safetensors")
     assert all(torch.equal(value, second.tensors[name]) for name, value in first.tensors.items())
 
 
@@ -147,9 +147,9 @@ def test_train_twin_compares(tmp_path):
 def test_resuming_a_finished_run_changes_nothing_of_it(digits_run):
     folder, printed = digits_run
     last = folder / "last.safetensors"
-    before, files = read(last), digest(folder)
+    before, files = read_checkpoint(last), digest(folder)
     assert ok("train", "--resume", folder, "-q").splitlines()[0] == printed.splitlines()[0]
-    after = read(last)  # written again, where the order of what it holds may differ
+    after = read_checkpoint(last)  # written again, where the order of what it holds may differ
     assert replace(after, tensors={}) == replace(before, tensors={})
     assert all(torch.equal(value, before.tensors[name]) for name, value in after.tensors.items())
     written = {last, folder / "result.json"}  # the latter says when
@@ -176,7 +176,7 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, number, code):
     assert stderr.startswith(f"selfnorm: stopped by {signal.Signals(number).name}")
     assert f"selfnorm train --resume '{folder}'" in stderr  # in quotes, for its blank
     assert not (folder / "result.json").exists()
-    assert 0 < read(folder / "last.safetensors").progress["step"] < 150 * 12
+    assert 0 < read_checkpoint(folder / "last.safetensors").progress["step"] < 150 * 12
     if number == signal.SIGINT:
         assert "test NLL" in ok("train", "--resume", folder, "-q")
         assert json.loads((folder / "result.json").read_text())["epochs"] == 150
@@ -231,9 +231,9 @@ def test_brackets_in_a_path_are_shown(table_run, tmp_path):
 
 def test_fit_a_table(table_run):
     folder, file = table_run
-    recipe = read(folder / "best.safetensors").recipe
+    recipe = read_checkpoint(folder / "best.safetensors").recipe
     assert (recipe.name, recipe.model, recipe.data) == ("fit-measured", "fc", str(file))
-    assert read(folder / "best.safetensors").columns == ("a", "b", "c")
+    assert read_checkpoint(folder / "best.safetensors").columns == ("a", "b", "c")
 
 
 def test_fit_small_images(tmp_path):
@@ -241,7 +241,7 @@ def test_fit_small_images(tmp_path):
     np.save(tmp_path / "images.npy", images)
     folder = tmp_path / "run"
     ok("fit", tmp_path / "images.npy", "--set", "epochs=1", "--set", "layers=1", "--set", "test_samples=1", "--run", folder, "-q")
-    checkpoint = read(folder / "best.safetensors")
+    checkpoint = read_checkpoint(folder / "best.safetensors")
     assert (checkpoint.recipe.model, checkpoint.shape, checkpoint.levels) == ("fc", (1, 12, 12), 256)
     rows = read_csv(ok("score", folder, tmp_path / "images.npy", "--samples", 2))
     assert len(rows) == 60
@@ -256,7 +256,7 @@ def test_fit_an_image_folder(tmp_path):
     folder = tmp_path / "run"
     tiny = ("epochs=1", "steps=1", "hidden=4", "test_samples=1")
     ok("fit", tmp_path / "images", *(part for setting in tiny for part in ("--set", setting)), "--run", folder, "-q")
-    checkpoint = read(folder / "best.safetensors")
+    checkpoint = read_checkpoint(folder / "best.safetensors")
     assert (checkpoint.recipe.model, checkpoint.shape, checkpoint.levels) == ("glow", (3, 20, 20), 256)
     ok("sample", folder, "-n", 4, "-o", tmp_path / "samples.png")
 

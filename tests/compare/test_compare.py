@@ -23,7 +23,7 @@ from selfnorm.evaluate.likelihood import Likelihood
 from selfnorm.report import canvas, figures
 from selfnorm.report.results import build
 from selfnorm.runtime.memory import PeakMemory
-from selfnorm.train.checkpoint import read
+from selfnorm.train.checkpoint import read_checkpoint
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.run import Result, _step_seconds
 from support.commandline import SHORT, fails, invoke, ok, read_csv
@@ -185,7 +185,7 @@ def test_a_signal_saves_the_run_under_way_and_says_how_to_go_on(tmp_path):
     last = stderr.splitlines()[-1]
     assert last.startswith("selfnorm: stopped by SIGINT, all saved; go on with: selfnorm compare digits-fc-snf digits-fc-exact")
     assert last.endswith(f" --set epochs=900 --run '{folder}'") and stdout == ""
-    assert 0 < read(folder / NAMES[0] / "last.safetensors").progress["step"] < 900 * 12
+    assert 0 < read_checkpoint(folder / NAMES[0] / "last.safetensors").progress["step"] < 900 * 12
     with RunFolder(folder / NAMES[0]).locked():
         assert not (folder / NAMES[1]).exists(), "nobody is at the run any more, and no other was begun"
 
@@ -203,7 +203,7 @@ def test_a_run_whose_comparison_was_killed_saves_itself_and_stops(tmp_path):
         time.sleep(0.05)
         with suppress(ValueError), run.locked():
             break
-    assert time.monotonic() < deadline and 0 < read(run.last).progress["step"] < 3000 * 12
+    assert time.monotonic() < deadline and 0 < read_checkpoint(run.last).progress["step"] < 3000 * 12
 
 
 # Runs that fail

@@ -1,4 +1,4 @@
-"""The doctor's figures, against dense float64 matrices; that looking changes nothing; and that mending mends."""
+"""The figures of `examine` against dense float64 matrices; that it changes nothing; and that `repair` repairs."""
 
 import math
 
@@ -35,7 +35,7 @@ LAYERS = {
 
 
 def perturbed_flow(name):
-    """One layer with W near the identity, R near W's inverse, but neither at it."""
+    """One layer with W close to the identity and R close to the inverse of W, but neither exact."""
     make, shape = LAYERS[name]
     layer = make()
     with torch.no_grad():
@@ -55,7 +55,7 @@ def degrees(a, b):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_figures_are_the_dense_matrices(name):
+def test_figures_match_dense_matrices(name):
     flow, x = perturbed_flow(name)
     layer = flow.bijection
     (found,) = examine(flow, x).layers
@@ -83,7 +83,7 @@ class ApplyWeight(torch.nn.Module):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_angles_are_those_of_gradients_written_out(name):
+def test_angles_match_gradients_written_out(name):
     """The gradient for the matrix, ½(δxᵀ + Rᵀ) against δxᵀ + W⁻ᵀ, pulled back to the kernel by the matrix's own derivative."""
     flow, x = perturbed_flow(name)
     layer = flow.bijection
@@ -105,7 +105,7 @@ def test_angles_are_those_of_gradients_written_out(name):
 
 
 @pytest.mark.parametrize("name", ["linear", "1x1", "1x1-groups", "1x1-wider-inverse"])
-def test_a_true_inverse_is_found_healthy(name):
+def test_an_exact_inverse_is_healthy(name):
     flow, x = perturbed_flow(name)
     before = examine(flow, x).layers[0]
     assert repair(flow) == ("",)
@@ -117,7 +117,7 @@ def test_a_true_inverse_is_found_healthy(name):
     assert all(error < 1e-12 for error in found.round_trip.values())
 
 
-def test_a_circular_kernel_as_large_as_the_image_can_be_a_true_inverse():
+def test_a_circular_kernel_as_large_as_the_image_can_be_an_exact_inverse():
     layer = SelfNormConv2d(2, 3, inverse_kernel_size=5, padding_mode="circular")
     flow, x = Flow(layer, StandardNormal((2, 5, 5))), torch.randn(7, 2, 5, 5)
     with torch.no_grad():
@@ -131,8 +131,8 @@ def test_a_circular_kernel_as_large_as_the_image_can_be_a_true_inverse():
     assert found.round_trip["learned"] < 1e-12
 
 
-def test_drift_where_the_data_has_no_variance_shows():
-    """The penalty cannot see it: the reconstruction of the data is perfect."""
+def test_drift_is_seen_where_the_data_has_no_variance():
+    """The penalty cannot detect it: the reconstruction of the data is perfect."""
     flow, x = perturbed_flow("linear")
     repair(flow)
     x = x * (torch.arange(6) != 0)
@@ -176,7 +176,7 @@ def test_whole_flows(name, device):
         assert layer.dimensions in (D, D // 2)
 
 
-def test_each_layers_angle_comes_from_its_own_gradients():
+def test_each_angle_comes_from_the_gradients_of_its_layer():
     flow, x = flows()["fc"]
     first, second = (flow.bijection.get_submodule(name) for name in flow.reconstruction_names)
     with torch.no_grad():
@@ -188,14 +188,14 @@ def test_each_layers_angle_comes_from_its_own_gradients():
     assert found[0].angle > 1e-3 and found[1].angle < 1e-9
 
 
-def test_exact_twins_have_no_layers_to_show_but_a_round_trip():
+def test_exact_twins_have_no_layer_figures_but_round_trips():
     found = examine(fc_flow(6, linear="exact"), torch.randn(4, 6))
     assert found.layers == ()
     assert all(error < 1e-12 for error in found.round_trip.values()) and len(found.round_trip) == 3
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_looking_changes_nothing(training):
+def test_examine_changes_nothing(training):
     flow, x = flows()["glow"]
     flow.train(training)
     flow.initialize(x)
@@ -224,17 +224,17 @@ def test_the_same_generator_gives_the_same_figures():
     assert one != other and examine(flow, x) == examine(flow, x)
 
 
-def test_too_large_for_exact_figures_is_said(monkeypatch):
+def test_estimates_for_large_layers_are_noted(monkeypatch):
     flow, x = perturbed_flow("3x3")
     exact = examine(flow, x).layers[0]
-    monkeypatch.setattr(health_module, "LARGEST", 39)  # D is 40
+    monkeypatch.setattr(health_module, "MAX_EXACT_SIZE", 39)  # D is 40
     found = examine(flow, x)
     assert found.layers[0].distance == pytest.approx(exact.distance, rel=0.15) and found.layers[0].distance != exact.distance
     assert found.layers[0].condition is None
     assert "estimate" in found.notes[0] and "condition" in found.notes[1]
 
 
-def test_a_refinement_that_fails_is_noted():
+def test_a_failed_refinement_is_noted():
     flow, x = perturbed_flow("linear")
     with torch.no_grad():
         flow.bijection.weight_inv.mul_(3)
@@ -243,14 +243,14 @@ def test_a_refinement_that_fails_is_noted():
     assert len(found.notes) == 1 and "using the exact inverse" in found.notes[0]
 
 
-def test_a_decode_that_is_refused_counts_as_infinite():
+def test_a_failed_decode_counts_as_infinite():
     flow, x = perturbed_flow("linear")
     with torch.no_grad():
         flow.bijection.weight_inv[0, 0] = math.nan
     assert examine(flow, x).round_trip["learned"] == math.inf
 
 
-def test_a_layer_used_twice_is_shown_once():
+def test_a_layer_used_twice_is_listed_once():
     layer = SelfNormLinear(3)
     flow = Flow(Chain(layer, SmoothLeakyReLU(), layer), StandardNormal(3))
     assert [found.name for found in examine(flow, torch.randn(5, 3)).layers] == ["0"]
@@ -265,8 +265,8 @@ def test_repair_brings_kernels_closer(name):
     assert examine(flow, x).layers[0].distance < before.distance
 
 
-def test_repair_with_data_keeps_what_is_better():
-    """A 3×3 kernel on a 1×1 image is a number: the least-squares kernel does not know that, a trained one may."""
+def test_repair_with_data_keeps_a_better_inverse():
+    """On a 1×1 image a 3×3 kernel is one number: a trained kernel can exploit that, the least-squares one cannot."""
     layer = SelfNormConv2d(1, 3)
     with torch.no_grad():
         layer.weight.add_(0.3 * torch.randn_like(layer.weight))
@@ -294,15 +294,15 @@ def test_errors():
     with pytest.raises(ValueError, match="at least one example"):
         examine(flow, x[:0])
 
-    class Shy(Chain):
+    class CallsForward(Chain):
         def forward(self, x, *, context=None):
             return self[0].forward(x, context=context)
 
     with pytest.raises(ValueError, match="'0' as layer"):
-        examine(Flow(Shy(SelfNormLinear(6))), x)
+        examine(Flow(CallsForward(SelfNormLinear(6))), x)
 
 
-def test_what_a_tracker_lost_is_noted():
+def test_fallbacks_of_a_tracker_are_noted():
     layer = TrackedLinear(4)
     layer.fallbacks.fill_(3)
     health = examine(Flow(Chain(layer)), torch.randn(5, 4))
@@ -310,7 +310,7 @@ def test_what_a_tracker_lost_is_noted():
     assert health.layers[0].distance < 1e-12
 
 
-def test_a_tracked_inverse_is_examined_and_mended_like_a_learned_one():
+def test_a_tracked_inverse_is_examined_and_repaired_like_a_learned_one():
     layer = TrackedConv2d(2, 3, (4, 3))
     with torch.no_grad():
         layer.weight_inv.add_(0.1 * torch.randn_like(layer.weight_inv))
@@ -322,7 +322,7 @@ def test_a_tracked_inverse_is_examined_and_mended_like_a_learned_one():
     assert examine(flow, x).layers[0].distance < 1e-12
 
 
-def test_an_inverse_that_is_not_a_number_is_mended():
+def test_an_inverse_of_nan_is_repaired():
     flow = Flow(Chain(SelfNormLinear(4)))
     with torch.no_grad():
         flow.bijection[0].weight_inv.fill_(math.nan)

@@ -1,4 +1,4 @@
-"""Exact likelihoods of a whole set: conversion, averages and their error."""
+"""Exact likelihoods of a data set: conversion to bits, averages and standard errors."""
 
 import math
 
@@ -27,10 +27,10 @@ def test_a_standard_normal_scores_its_entropy():
     entropy = 1.5 * math.log(2 * math.pi * math.e)
     assert found.nll == pytest.approx(entropy, abs=4 * found.standard_error)
     assert found.standard_error == pytest.approx(math.sqrt(3 / 2 / 20_000), rel=0.05)  # −log p = ½χ²₃ + …
-    assert (found.examples, found.samples) == (20_000, 1), "real numbers have nothing to draw"
+    assert (found.examples, found.samples) == (20_000, 1), "real numbers need no noise"
 
 
-def test_samples_are_averaged_for_each_example_first():
+def test_samples_of_an_example_are_averaged_first():
     x = torch.randint(0, 4, (30, 2), dtype=torch.uint8)
     flow = fc_flow(2, levels=4)
     examples = Examples(x, 4, CPU, torch.float64)
@@ -61,8 +61,8 @@ def test_evaluation_leaves_the_mode_as_it_was():
         assert flow.training is training
 
 
-def test_an_evaluation_can_be_left_between_batches():
-    class LeftError(Exception):
+def test_an_evaluation_can_be_interrupted_between_batches():
+    class InterruptedEvaluationError(Exception):
         pass
 
     calls = []
@@ -70,15 +70,15 @@ def test_an_evaluation_can_be_left_between_batches():
     def watch():
         calls.append(1)
         if len(calls) == 3:
-            raise LeftError
+            raise InterruptedEvaluationError
 
     flow = fc_flow(2)
-    with pytest.raises(LeftError):
+    with pytest.raises(InterruptedEvaluationError):
         likelihood(flow, Examples(torch.randn(50, 2), None, CPU, torch.float64), batch_size=10, watch=watch)
     assert flow.training
 
 
-def test_reference_scores_are_the_training_datas_sorted():
+def test_reference_scores_are_the_sorted_scores_of_the_training_data():
     flow, train = fc_flow(2).float(), Examples(torch.randn(60, 2), None, CPU)
     found = reference_scores(flow, train, 7, 0)
     torch.testing.assert_close(found, log_likelihoods(flow, train.in_order(60, 0)).sort().values, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Samples by a Sampler are those of Flow.sample, whatever became of the weights since its graph was captured."""
+"""A Sampler draws the samples of Flow.sample, whatever happens to the weights after its graph was captured."""
 
 import contextlib
 import copy
@@ -23,7 +23,7 @@ def small(device, dtype=torch.float32, features=6):
 
 
 def check(sampler, generator, times=4, tolerance=1e-5):
-    """The sampler draws from a twin of this generator."""
+    """Compares the sampler with `Flow.sample`, given a generator in the same state as the sampler's."""
     for _ in range(times):
         found, expected = sampler(), sampler.flow.sample(sampler.n, sampler.inverse, generator)
         assert found.dtype == expected.dtype and found.device == expected.device and not found.requires_grad
@@ -32,9 +32,9 @@ def check(sampler, generator, times=4, tolerance=1e-5):
 
 @pytest.fixture
 def captures(device, monkeypatch):
-    """How many graphs were captured. Off CUDA, of functions that are called again at each replay: weights are read anew."""
+    """Lists the captured graphs. Without CUDA a replay calls the function again, which also reads the current weights."""
     found = []
-    original = module._captured
+    original = module._capture_inverse
 
     class Replayed:
         def __init__(self, work):
@@ -50,18 +50,18 @@ def captures(device, monkeypatch):
             x.copy_(function(static))
             finite.copy_(torch.isfinite(x).all())
 
-        return module._Graph(Replayed(replay), static, x, finite)
+        return module._CapturedInverse(Replayed(replay), static, x, finite)
 
     def counted(function, z):
         found.append((original if device.type == "cuda" else pretend)(function, z))
         return found[-1]
 
-    monkeypatch.setattr(module, "GRAPHS", device.type)
-    monkeypatch.setattr(module, "_captured", counted)
+    monkeypatch.setattr(module, "GRAPH_DEVICE_TYPE", device.type)
+    monkeypatch.setattr(module, "_capture_inverse", counted)
     return found
 
 
-def test_the_second_call_captures_and_the_others_replay(device, captures):
+def test_the_second_call_captures_and_later_ones_replay(device, captures):
     mine, theirs = twins(device)
     sampler = Sampler(small(device), 5, generator=mine)
     check(sampler, theirs, 1)
@@ -91,7 +91,7 @@ def test_weights_changed_in_place_are_seen(device, captures):
 
 
 @torch.no_grad()
-def test_weights_that_moved_are_captured_anew(device, captures):
+def test_moved_weights_are_captured_again(device, captures):
     mine, theirs = twins(device)
     flow = small(device)
     sampler = Sampler(flow, 3, generator=mine)
@@ -99,7 +99,7 @@ def test_weights_that_moved_are_captured_anew(device, captures):
     layer = flow.bijection[0]
     layer.weight_inv.data = torch.randn(6, 6, device=device, dtype=torch.float32)
     check(sampler, theirs)
-    layer.weight_inv.data = layer.weight_inv.data.mT  # the same memory, read otherwise
+    layer.weight_inv.data = layer.weight_inv.data.mT  # same memory, different layout
     check(sampler, theirs)
     layer.bias = torch.nn.Parameter(torch.randn_like(layer.bias))
     check(sampler, theirs)
@@ -109,7 +109,7 @@ def test_weights_that_moved_are_captured_anew(device, captures):
     assert len(captures) == 5
 
 
-def test_another_dtype_is_captured_anew(device, captures):
+def test_a_different_dtype_is_captured_again(device, captures):
     mine, theirs = twins(device)
     flow = small(device)
     sampler = Sampler(flow, 3, generator=mine)
@@ -121,7 +121,7 @@ def test_another_dtype_is_captured_anew(device, captures):
     assert len(captures) == 3 and all(graph is not None for graph in captures)
 
 
-def test_another_precision_or_latent_is_captured_anew(device, captures):
+def test_a_different_precision_or_latent_shape_is_captured_again(device, captures):
     mine, theirs = twins(device)
     flow = Flow(SmoothLeakyReLU()).to(device)
     sampler = Sampler(flow, 2, generator=mine)
@@ -136,7 +136,7 @@ def test_another_precision_or_latent_is_captured_anew(device, captures):
     assert len(captures) == 4
 
 
-def test_samples_that_are_not_finite_are_refused(device, captures):
+def test_samples_that_are_not_finite_raise_an_error(device, captures):
     flow = small(device)
     sampler = Sampler(flow, 3)
     for _ in range(3):
@@ -151,7 +151,7 @@ def test_samples_that_are_not_finite_are_refused(device, captures):
 
 
 @pytest.mark.parametrize("inverse", ["exact", "refined"])
-def test_inverses_that_wait_are_plain(device, captures, inverse):
+def test_inverses_that_wait_are_not_captured(device, captures, inverse):
     mine, theirs = twins(device)
     flow = Flow(SelfNormLinear(4), StandardNormal(4)).to(device, torch.float64)
     with torch.no_grad():
@@ -161,12 +161,12 @@ def test_inverses_that_wait_are_plain(device, captures, inverse):
 
 
 @pytest.mark.parametrize("n", [-1, True, 1.5, "3"])
-def test_of_no_number(n):
+def test_an_invalid_number_of_samples(n):
     with pytest.raises(ValueError, match=rf"Sampler: expected n to be a whole number of at least 0, got {n!r}"):
         Sampler(small("cpu"), n)
 
 
-def test_of_no_sense():
+def test_invalid_arguments():
     with pytest.raises(ValueError, match=r"Sampler: expected inverse to be one of learned, exact, refined, got 'fast'"):
         Sampler(small("cpu"), 1, "fast")
     with pytest.raises(ValueError, match=r"Sampler: expected a Flow, got Chain"):
@@ -175,21 +175,21 @@ def test_of_no_sense():
         Sampler(small("cpu"), generator=3)
 
 
-def test_no_samples_are_an_empty_batch(device, captures):
+def test_zero_samples_are_an_empty_batch(device, captures):
     sampler = Sampler(small(device), 0)
     for _ in range(3):
         assert sampler().shape == sampler.flow.sample(0).shape == (0, 6)
     assert not captures
 
 
-def test_it_says_what_it_is(device, captures):
+def test_repr(device, captures):
     sampler = Sampler(small(device), 2)
     assert repr(sampler) == "Sampler(Flow, n=2, inverse='learned', captured=False)"
     sampler(), sampler()
     assert repr(sampler) == "Sampler(Flow, n=2, inverse='learned', captured=True)"
 
 
-def test_memory_that_runs_out_is_told_of(monkeypatch):
+def test_running_out_of_memory_is_an_error(monkeypatch):
     def full(z):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -199,7 +199,7 @@ def test_memory_that_runs_out_is_told_of(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
     monkeypatch.setattr(module, "waiting_is_an_error", nothing)
     with pytest.raises(torch.OutOfMemoryError):
-        module._captured(full, torch.zeros(2))
+        module._capture_inverse(full, torch.zeros(2))
 
 
 class Stream:
@@ -208,7 +208,7 @@ class Stream:
 
 
 @pytest.mark.gpu
-def test_how_waiting_is_treated_comes_back():
+def test_the_sync_debug_mode_is_restored():
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("warn")
     try:
@@ -219,7 +219,7 @@ def test_how_waiting_is_treated_comes_back():
         torch.cuda.set_sync_debug_mode(before)
 
 
-def test_inference_mode_here_and_there(device, captures):
+def test_calls_in_and_out_of_inference_mode(device, captures):
     mine, theirs = twins(device)
     sampler = Sampler(small(device), 2, generator=mine)
     for _ in range(2):
@@ -252,22 +252,22 @@ def test_glow_on_a_gpu(mix):
 
 def check_on_gpu(flow, x, capturable):
     flow.initialize(x)
-    flow.log_prob(x)  # tells the way back its shapes
+    flow.log_prob(x)  # the inverse pass needs the shapes
     for n in (1, 3):
         mine, theirs = twins("cuda")
         sampler = Sampler(flow, n, generator=mine)
-        check(sampler, theirs, tolerance=2e-3)  # of 256 levels; a library may take another algorithm on another stream
+        check(sampler, theirs, tolerance=2e-3)  # of 256 levels; libraries may choose another algorithm on another stream
         assert sampler.captured == capturable
         with torch.no_grad():
             for value in flow.parameters():
                 value.add_(1e-3 * torch.randn_like(value))
         check(sampler, theirs, tolerance=2e-3)
     before = torch.randn(3, device="cuda")
-    assert not torch.equal(before, torch.randn(3, device="cuda"))  # the generator is as good as ever
+    assert not torch.equal(before, torch.randn(3, device="cuda"))  # the generator still works
 
 
 @pytest.mark.gpu
-def test_what_waits_for_a_gpu_is_plain():
+def test_inverses_that_wait_for_a_gpu_are_not_captured():
     for layer, shape in ((ExactLinear(4), (4,)), (EmergingConv2d(2), (2, 4, 4))):
         flow = Flow(layer, StandardNormal(shape)).float().cuda().eval()
         mine, theirs = twins("cuda")
@@ -277,7 +277,7 @@ def test_what_waits_for_a_gpu_is_plain():
 
 
 @pytest.mark.gpu
-def test_a_copy_of_a_flow_beside_it():
+def test_a_flow_and_its_copy():
     flow = Flow(LULinear(4), StandardNormal(4)).float().cuda()
     other = copy.deepcopy(flow)
     with torch.no_grad():
@@ -288,8 +288,8 @@ def test_a_copy_of_a_flow_beside_it():
 
 
 @pytest.mark.gpu
-def test_other_captures_take_nothing_from_a_graph():
-    """Not even what cuBLAS works in, which it would otherwise keep for all, until somebody takes it away."""
+def test_other_captures_take_no_memory_from_a_graph():
+    """Not even the workspace of cuBLAS, which otherwise would be shared until another capture frees it."""
     flow = fc_flow(300).float().cuda().eval()
     mine, theirs = twins(torch.device("cuda"))
     sampler = Sampler(flow, 64, generator=mine)
@@ -300,7 +300,7 @@ def test_other_captures_take_nothing_from_a_graph():
         with capturing(graph):
             out.append(a @ a)
         graph.replay()
-        held = torch.full((2**26,), torch.nan, device="cuda", dtype=torch.float32)  # over all that was given back
+        held = torch.full((2**26,), torch.nan, device="cuda", dtype=torch.float32)  # overwrites all freed memory
         check(sampler, theirs)
         assert held.isnan().all()
     torch.testing.assert_close(out[0], a @ a)

@@ -45,7 +45,7 @@ def problems(draw, padding_modes=("zeros", "circular")):
 
 
 def torch_conv(x, w, geometry):
-    """torch's own module, as the reference for what the convolution is."""
+    """The reference: torch's own module."""
     padding = tuple(d * (k // 2) for k, d in zip(w.shape[2:], geometry.dilation, strict=True))
     channels = w.shape[0]
     module = torch.nn.Conv2d(
@@ -99,7 +99,7 @@ def test_flip_is_the_adjoint(problem):
 @settings(max_examples=60, deadline=None)
 @given(problems())
 def test_tap_counts_by_brute_force(problem):
-    """Give every tap a number of its own and count how often it stands in T(w)."""
+    """Give every tap a different number and count how often it occurs in T(w)."""
     w, size, geometry = problem
     numbers = torch.arange(1, w.numel() + 1, dtype=torch.float64).reshape(w.shape)
     matrix = dense(numbers, size, geometry)
@@ -108,11 +108,11 @@ def test_tap_counts_by_brute_force(problem):
     assert torch.equal(counts, expected.expand(w.shape))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, when it first derives forward
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # from torch, on its first forward-mode derivative
 @settings(max_examples=40, deadline=None)
 @given(problems())
 def test_derivatives_of_convolve_are_torchs(problem):
-    """The first, the second and the forward one, and in a batch of problems."""
+    """First, second and forward-mode derivatives, and under vmap."""
     w, size, geometry = problem
     x, grad, more = torch.randn(3, 2, w.shape[0], *size)
     inputs = (x.requires_grad_(), w.requires_grad_())
@@ -186,7 +186,7 @@ def test_least_squares_inverse_is_the_exact_one_for_1x1(groups):
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_least_squares_inverse_cannot_be_improved(groups):
-    """Its composition with w on a wide plane is nearest to the identity: no small change of r brings it nearer."""
+    """On a wide plane, no small change of r brings its composition with w closer to the identity."""
     w = dirac(4, (3, 3), groups) + 0.1 * torch.randn(4, 4 // groups, 3, 3)
     r = least_squares_inverse(w, (5, 3), groups)
     geometry = Geometry(groups=groups)

@@ -1,4 +1,4 @@
-"""What a capture has to be kept from."""
+"""Garbage collection is paused during captures, and resumed afterwards."""
 
 import gc
 
@@ -9,7 +9,7 @@ from selfnorm.runtime.graphs import capturing, no_garbage_collection
 
 
 class Cycle:
-    """Held by itself, so that it goes only when garbage is collected."""
+    """Refers to itself, so that only garbage collection frees it."""
 
     def __init__(self, content):
         self.content = content
@@ -17,7 +17,7 @@ class Cycle:
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_garbage_is_collected_afterwards_as_before(before):
+def test_garbage_collection_is_restored(before):
     was = gc.isenabled()
     try:
         (gc.enable if before else gc.disable)()
@@ -29,7 +29,7 @@ def test_garbage_is_collected_afterwards_as_before(before):
         (gc.enable if was else gc.disable)()
 
 
-def test_the_last_of_several_captures_lets_it_be_collected_again():
+def test_the_last_of_several_captures_resumes_garbage_collection():
     first, second = no_garbage_collection(), no_garbage_collection()
     first.__enter__(), second.__enter__()
     first.__exit__(None, None, None)
@@ -39,19 +39,19 @@ def test_the_last_of_several_captures_lets_it_be_collected_again():
 
 
 @pytest.mark.gpu
-def test_a_graph_that_nobody_holds_any_more_does_not_spoil_the_next():
+def test_an_unreferenced_graph_does_not_spoil_the_next_capture():
     x, old, graph = torch.ones(8, device="cuda"), torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with capturing(old):
         x * 2
     old.replay()
     thresholds = gc.get_threshold()
-    gc.set_threshold(1, 1, 1)  # all at the next chance
+    gc.set_threshold(1, 1, 1)  # collect at every opportunity
     try:
         with capturing(graph):
             Cycle(old)
             del old
-            chances = [Cycle(None) for _ in range(100)]
-            y = x + len(chances)
+            opportunities = [Cycle(None) for _ in range(100)]
+            y = x + len(opportunities)
     finally:
         gc.set_threshold(*thresholds)
     graph.replay()

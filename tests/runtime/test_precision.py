@@ -1,4 +1,4 @@
-"""Which products are rounded, and that everything else is as it was."""
+"""Which products each precision rounds, and that settings are restored."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def shaken(layer):
     return layer
 
 
-def test_each_precision_sets_its_switches_and_puts_them_back():
+def test_each_precision_sets_its_switches_and_restores_them():
     before = switches()
     expected = {"float32": (False, False, False), "tf32": (True, True, False), "bf16": (True, True, True)}
     assert set(PRECISIONS) == set(expected)
@@ -50,7 +50,7 @@ def test_they_nest_and_survive_errors():
 
 @pytest.fixture
 def new_switches():
-    """Torch's newer way to say it, after which it refuses to read the older."""
+    """Torch's new settings, after whose use torch refuses to read the old ones."""
     matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
     before = matmul.fp32_precision, conv.fp32_precision
     yield matmul, conv
@@ -60,7 +60,7 @@ def new_switches():
 
 @pytest.mark.parametrize("ours", [precision, lambda value: full_float32()])
 @pytest.mark.parametrize("value", ["tf32", "ieee"])
-def test_torchs_newer_switches_come_back_too(new_switches, value, ours):
+def test_torchs_new_settings_are_restored_too(new_switches, value, ours):
     matmul, conv = new_switches
     matmul.fp32_precision = conv.fp32_precision = value
     if value == "tf32":
@@ -72,7 +72,7 @@ def test_torchs_newer_switches_come_back_too(new_switches, value, ours):
     assert matmul.fp32_precision == conv.fp32_precision == value
 
 
-def test_kernels_read_torchs_newer_switch(new_switches, device, kernels):
+def test_kernels_read_torchs_new_setting(new_switches, device, kernels):
     new_switches[0].fp32_precision = "tf32"
     assert allows_tf32() == torch.cuda.is_available()
     layer, x = SelfNormConv2d(3, 3).float().to(device), torch.randn(2, 3, 5, 5).float().to(device)
@@ -96,8 +96,8 @@ def test_on_the_cpu_tf32_changes_nothing():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_bf16_is_the_networks_alone(device, dtype):
-    """The map stays as invertible as in full precision: the same rounded network is read on the way back."""
+def test_bf16_affects_only_the_networks(device, dtype):
+    """The map stays as invertible as in full precision: the inverse pass uses the same rounded network."""
     layer, x = shaken(AffineCoupling(4, hidden=16)).to(device, dtype), torch.randn(3, 4, 8, 8).to(device, dtype)
     with precision("float32"):
         z, log_det = layer(x)
@@ -115,7 +115,7 @@ def test_bf16_is_the_networks_alone(device, dtype):
 
 
 def test_a_flows_likelihood_in_bf16_is_close_to_its_own(device):
-    """The bound is a nat per 784 dimensions; here are 256."""
+    """Documented bound: one nat for 784 dimensions; this flow has 256."""
     flow, x = shaken(glow((1, 16, 16), blocks=2, steps=2, hidden=32, levels=256)), 256 * torch.rand(4, 1, 16, 16)
     flow.initialize(x)
     flow, x = flow.float().to(device), x.float().to(device)

@@ -1,6 +1,6 @@
-"""Run as a script: compiles convolutions' kernels for a GPU of compute capability 9.0 as far as PTX, whether there is one or not.
+"""A script that compiles the convolution kernels to PTX for a GPU of compute capability 9.0, which need not be present.
 
-Prints the name of each kernel, and the instructions in it that add two pairs of 16-bit numbers at once.
+Prints the name of each kernel, and its instructions that add two pairs of 16-bit numbers at once.
 """
 
 import json
@@ -12,7 +12,7 @@ from selfnorm.kernels import dispatch
 
 
 class NoDevice:
-    """Of Triton's drivers, all that compiling needs."""
+    """The part of a Triton driver that compiling needs."""
 
     def get_current_device(self):
         return 0
@@ -30,7 +30,7 @@ class NoDevice:
 
 
 def compile_only():
-    """From now on a launch compiles a kernel and prints what is to be known of it, no more."""
+    """Makes every kernel launch only compile the kernel and print its name and those instructions."""
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction, KernelInterface
@@ -49,6 +49,7 @@ def compile_only():
 
 
 def train(layer, shape):
+    """Runs the surrogate of a layer and its backward pass with kernels."""
     with dispatch.used_on("cpu"):
         z, log_det, reconstruction = layer.surrogate(torch.randn(shape, requires_grad=True))
         (z.sum() + log_det.sum() + reconstruction.sum()).backward()

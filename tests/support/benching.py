@@ -1,4 +1,4 @@
-"""What tests of `selfnorm bench` share."""
+"""Helpers for the tests of `selfnorm bench`."""
 
 from selfnorm.bench.timing import Effort
 
@@ -6,4 +6,5 @@ BRIEF = Effort(seconds=0.001, warm_up=0.001, block=0.0001, most_blocks=5)
 
 
 def stop(*args):
+    """Raises KeyboardInterrupt, as if the user pressed Ctrl-C."""
     raise KeyboardInterrupt

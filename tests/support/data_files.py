@@ -1,4 +1,4 @@
-"""Tiny MNIST and CIFAR-10 files."""
+"""Tiny files in the formats of MNIST and CIFAR-10."""
 
 import struct
 
@@ -8,13 +8,13 @@ from selfnorm.data import cifar10, mnist
 
 
 def idx(count, magic=2051, sides=(28, 28), seed=0):
-    """An idx file of random images, and those images."""
+    """Returns the bytes of an idx file of random images, and the images."""
     images = np.random.RandomState(seed).randint(256, size=(count, *sides)).astype(np.uint8)
     return struct.pack(">4I", magic, count, *sides) + images.tobytes(), images
 
 
 def shrink_mnist(monkeypatch):
-    """MNIST with 7 training images, of which 3 for validation, and 2 for the test."""
+    """Shrinks MNIST to 7 training images, of which 3 are for validation, and 2 test images; returns files and images."""
     monkeypatch.setattr(mnist, "COUNTS", {mnist.TRAIN: 7, mnist.TEST: 2})
     monkeypatch.setattr(mnist, "VALIDATION", 3)
     train, train_images = idx(7, seed=1)
@@ -23,7 +23,7 @@ def shrink_mnist(monkeypatch):
 
 
 def shrink_cifar10(monkeypatch):
-    """CIFAR-10 with 2 records a file, whose pixels say which file and record they are of."""
+    """Shrinks CIFAR-10 to 2 records a file, whose first pixel identifies file and record; returns the files."""
     monkeypatch.setattr(cifar10, "PER_FILE", 2)
     files = {}
     for number, name in enumerate(cifar10.CHECKSUMS):

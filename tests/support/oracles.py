@@ -1,4 +1,4 @@
-"""The self-normalizing gradient written a second time, in plain autograd with detach, and the exact one. Slow and obvious."""
+"""Slow but obvious references: the self-normalizing gradient in plain autograd with detach, and the exact gradient."""
 
 import torch
 from torch import Tensor
@@ -7,14 +7,14 @@ from selfnorm.linalg.convmatrix import conv_matrix
 
 
 def half(parameter: Tensor) -> Tensor:
-    """The same value with half the gradient."""
+    """Returns the same value with half the gradient."""
     return parameter / 2 + parameter.detach() / 2
 
 
 def plain_self_normalize(x: Tensor, W: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """z, log_det, reconstruction of a self-normalizing layer with matrices W and R (which may be functions of kernels).
+    """Returns z, log_det, reconstruction of a self-normalizing layer with matrices W and R, which may be functions of kernels.
 
-    Each line makes one term of the paper's equations 10 and 11.
+    Each line adds one term of equations 10 and 11 of the paper.
     """
     z = x @ half(W).T  # ½ δ_z xᵀ for W, the full δ_x for x
     through_inverse = z.detach() @ R.T
@@ -26,12 +26,12 @@ def plain_self_normalize(x: Tensor, W: Tensor, R: Tensor) -> tuple[Tensor, Tenso
 
 
 def dense_matrix(w: Tensor, size: tuple[int, int], geometry) -> Tensor:
-    """T(w) (D, D), differentiable in w."""
+    """Returns T(w) (D, D), differentiable in w."""
     return torch.block_diag(*conv_matrix(w, size, geometry))
 
 
 def plain_surrogate(layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What `layer.surrogate(x)` should give, for either kind of self-normalizing layer."""
+    """Returns what `layer.surrogate(x)` should return, for both kinds of self-normalizing layer."""
     W, R = layer.weight, layer.weight_inv
     if W.dim() == 4:
         size = (x.shape[2], x.shape[3])
@@ -41,7 +41,7 @@ def plain_surrogate(layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def exact_log_likelihood(layer, x: Tensor, weights: Tensor) -> Tensor:
-    """Σ over the batch of ⟨z, weights⟩ + log|det W|, by a dense matrix."""
+    """Returns the sum over the batch of ⟨z, weights⟩ + log|det W|, computed with a dense matrix."""
     W = layer.weight
     if W.dim() == 4:
         W = dense_matrix(W, (x.shape[2], x.shape[3]), layer.geometry)

@@ -1,4 +1,4 @@
-"""Every bijection by name, with what the property tests need to know of it. A new layer joins here."""
+"""Every bijection by name, with what the property tests need to know about it. Add a new layer here."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,16 +38,18 @@ from selfnorm.models import conv_flow, fc_flow, glow
 
 @dataclass(frozen=True)
 class Case:
+    """One bijection under test, and the inputs that it takes."""
+
     make: Callable[[], Bijection]
     shape: tuple[int, ...]
-    bad_shape: tuple[int, ...] | None = None  # refused, batch included; None where every shape is fine
+    bad_shape: tuple[int, ...] | None = None  # a shape (N, …) that must raise ValueError; None if every shape is valid
     draw: Callable[..., Tensor] = torch.randn
     context: tuple[int, ...] | None = None
-    free_of_determinant: bool = False  # its surrogate's log_det carries a gradient and no value, with no learned inverse beside
-    surrogate_tolerance: float = 1e-7  # of its surrogate's output, where that is cheaper than the exact one
+    free_of_determinant: bool = False  # the surrogate's log_det has a gradient but no value, and no inverse is learned
+    surrogate_tolerance: float = 1e-7  # of the surrogate's output, where it is a cheaper approximation
 
     def build(self) -> Bijection:
-        """The layer, moved away from where it starts: many start as the identity, which would hide mistakes."""
+        """Returns the layer with perturbed parameters: many layers start as the identity, which would hide mistakes."""
         layer = self.make()
         with torch.no_grad():
             for parameter in layer.parameters():
@@ -55,11 +57,12 @@ class Case:
         return layer.eval()
 
     def inputs(self, n: int) -> tuple[Tensor, Tensor | None]:
+        """Returns a random batch of n examples, and its context if the layer takes one."""
         return self.draw(n, *self.shape), None if self.context is None else torch.randn(n, *self.context)
 
 
 def wide(*shape: int) -> Tensor:
-    """Inputs beyond a spline's bound as well as within it."""
+    """Returns inputs within and beyond the bound of a spline."""
     return 6 * torch.randn(*shape)
 
 

@@ -1,4 +1,4 @@
-"""Short runs on the digits, and how to compare two of them."""
+"""Short runs on the digits, and comparisons of two runs."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 from selfnorm.data import load_dataset
 from selfnorm.data.batches import Examples, TrainingBatches
 from selfnorm.train.adam import make_adam
-from selfnorm.train.checkpoint import read
+from selfnorm.train.checkpoint import read_checkpoint
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
 from selfnorm.train.recipe import override
@@ -17,23 +17,26 @@ SMALL = ("layers=2", "epochs=6", "validate_every=2", "test_samples=1")
 
 
 def digits(*settings):
+    """Returns the recipe digits-fc-snf, with settings such as "epochs=6"."""
     return override(find_recipe("digits-fc-snf"), settings)
 
 
 def trained(recipe, **options):
+    """Trains a recipe; returns the trainer and its best checkpoint."""
     trainer = Trainer(recipe, load_dataset(recipe.data), **options)
     trainer.start()
     return trainer, trainer.run()
 
 
 def same(one, other):
-    """Whether two checkpoints hold the same bits."""
+    """Returns whether the tensors of two checkpoints are identical."""
     return one.tensors.keys() == other.tensors.keys() and all(torch.equal(one.tensors[k], other.tensors[k]) for k in one.tensors)
 
 
 def assert_same_runs(one, other):
+    """Asserts that two run folders agree in everything except times."""
     for name in ("best.safetensors", "last.safetensors"):
-        assert same(read(one / name), read(other / name)), name
+        assert same(read_checkpoint(one / name), read_checkpoint(other / name)), name
     logs = [RunFolder(path).read_log() for path in (one, other)]
     for record in logs[0] + logs[1]:
         for time in ("seconds", "step_seconds"):
@@ -44,13 +47,14 @@ def assert_same_runs(one, other):
 
 
 def started(*settings, **options):
+    """Returns the trainer of a small recipe, initialised but not yet trained."""
     trainer = Trainer(digits(*SMALL, *settings), load_dataset("digits"), **options)
     trainer.start()
     return trainer
 
 
 def made(kind, device, *settings, recipe="digits-fc-snf", block=5):
-    """A step of a kind on the digits, as the trainer makes it, but with blocks of a few steps on a CPU, too."""
+    """Returns a training step of a kind on the digits, as the trainer builds it, but with blocks of a few steps even on a CPU."""
     recipe = override(find_recipe(recipe), ["standardize=false", *settings])
     data = load_dataset("digits")
     loss = build_loss(recipe, build_flow(recipe, data.shape, data.levels)).to(device)

@@ -1,4 +1,4 @@
-"""Checkpoints: what is written is read back, anything else is refused by name, and a failed write leaves the old file."""
+"""Checkpoints survive a round trip, invalid files raise an error that names them, and a failed write keeps the old file."""
 
 import errno
 import io
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import selfnorm
 from selfnorm.data import load_dataset
 from selfnorm.train import checkpoint as checkpoints
-from selfnorm.train.checkpoint import FORMAT, load, read, save
+from selfnorm.train.checkpoint import FORMAT, load, read_checkpoint, save_checkpoint
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
 from selfnorm.train.recipes import find_recipe
@@ -35,7 +35,7 @@ def train(recipe, path):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run's folder, and the best checkpoint as it was in memory."""
+    """A run's folder, the best checkpoint as it was in memory, and the trainer."""
     path = tmp_path_factory.mktemp("runs") / "digits"
     trainer, best = train(DIGITS, path)
     return path, best, trainer
@@ -50,7 +50,7 @@ def file(trained, tmp_path):
 
 
 def rewritten(path, change=lambda facts: facts, tensors=lambda tensors: tensors, metadata=lambda metadata: metadata):
-    """The same checkpoint with its facts, tensors or metadata changed, written around the library."""
+    """Overwrites a checkpoint with changed facts, tensors or metadata, without using the library."""
     with safe_open(path, framework="pt") as opened:
         stored = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         facts = json.loads(opened.metadata()["facts"])
@@ -61,7 +61,7 @@ def rewritten(path, change=lambda facts: facts, tensors=lambda tensors: tensors,
 
 
 def refused(path):
-    """The one message for a file that is no checkpoint of ours; it names the file."""
+    """Returns the error message for a file that is not a valid checkpoint; it names the file."""
     with pytest.raises(ValueError) as caught:
         load(path)
     assert str(path) in str(caught.value)
@@ -72,8 +72,8 @@ def test_round_trip(trained, tmp_path):
     _, best, _ = trained
     columned = replace(best, columns=("a", "b"), levels=None, shape=(2,))
     for checkpoint in (best, columned):
-        save(tmp_path / "one.safetensors", checkpoint)
-        back = read(tmp_path / "one.safetensors")
+        save_checkpoint(tmp_path / "one.safetensors", checkpoint)
+        back = read_checkpoint(tmp_path / "one.safetensors")
         assert replace(back, tensors={}) == replace(checkpoint, tensors={})
         assert back.tensors.keys() == checkpoint.tensors.keys()
         for name, value in checkpoint.tensors.items():
@@ -83,9 +83,9 @@ def test_round_trip(trained, tmp_path):
 
 def test_a_checkpoint_has_weights_multipliers_moments_and_metrics(trained):
     path, best, _ = trained
-    assert read(path / "best.safetensors").progress == best.progress
+    assert read_checkpoint(path / "best.safetensors").progress == best.progress
     assert {name.split(".")[0] for name in best.tensors} == {"loss", "adam", "epoch"}
-    assert "loss.penalty.weight" in best.tensors
+    assert "loss.penalty.reconstruction_weight" in best.tensors
     assert {value.dtype for value in best.part("loss.flow.").values()} <= {torch.float32, torch.bool}
 
 
@@ -93,8 +93,8 @@ def test_views_and_transposed_tensors_are_saved_by_value(trained, tmp_path):
     _, best, _ = trained
     base = torch.arange(6.0).reshape(2, 3)
     views = {"loss.a": base.T, "loss.b": base[:, 1:], "loss.c": base.clone().requires_grad_()}
-    save(tmp_path / "views.safetensors", replace(best, tensors=views))
-    back = read(tmp_path / "views.safetensors").tensors
+    save_checkpoint(tmp_path / "views.safetensors", replace(best, tensors=views))
+    back = read_checkpoint(tmp_path / "views.safetensors").tensors
     assert all(torch.equal(back[name], value) for name, value in views.items())
 
 
@@ -108,18 +108,18 @@ def test_a_loaded_flow_scores_bit_for_bit_as_the_trained_one(trained, default):
         for source in (path, str(path), path / "best.safetensors", path / "last.safetensors"):
             flow = selfnorm.load(source)
             assert not flow.training
-            assert torch.equal(flow.log_prob(x), expected)  # the last epoch was the best: both files are of it
+            assert torch.equal(flow.log_prob(x), expected)  # the last epoch was the best, so both files hold it
         trainer.flow.eval()
         assert torch.equal(trainer.flow.log_prob(x), expected)
         assert selfnorm.load(path).sample(3).dtype == torch.float32
 
 
-def test_a_folder_means_its_best_checkpoint_then_its_last(trained, tmp_path):
+def test_a_folder_stands_for_its_best_or_else_its_last_checkpoint(trained, tmp_path):
     _, best, _ = trained
-    save(tmp_path / "last.safetensors", replace(best, columns=("last",)))
-    assert checkpoints.checkpoint_in(tmp_path).name == "last.safetensors"
-    save(tmp_path / "best.safetensors", best)
-    assert checkpoints.checkpoint_in(tmp_path).name == "best.safetensors"
+    save_checkpoint(tmp_path / "last.safetensors", replace(best, columns=("last",)))
+    assert checkpoints.checkpoint_path(tmp_path).name == "last.safetensors"
+    save_checkpoint(tmp_path / "best.safetensors", best)
+    assert checkpoints.checkpoint_path(tmp_path).name == "best.safetensors"
 
 
 @pytest.mark.parametrize("part", [0, 4, 8, 100, 0.5, 0.999])
@@ -141,7 +141,7 @@ def write_pickle(value, path):
 
 
 class Bomb:
-    """Unpickled, it leaves a file behind."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, marker):
         self.marker = marker
@@ -164,7 +164,7 @@ def test_a_pickle_runs_no_code(tmp_path, write, name):
     assert not marker.exists()
     file = io.BytesIO(path.read_bytes())
     torch.load(file, weights_only=False) if write is torch.save else pickle.load(file)
-    assert marker.exists()  # so the bomb was a live one
+    assert marker.exists()  # the bomb does work
 
 
 def test_a_text_file(tmp_path):
@@ -221,7 +221,7 @@ def test_no_facts_at_all(file):
         ("decay", 7, "decay"),
     ],
 )
-def test_a_recipe_that_says_nonsense(file, key, value, said):
+def test_a_recipe_with_invalid_settings(file, key, value, said):
     assert said in refused(rewritten(file, lambda facts: {**facts, "recipe": {**facts["recipe"], key: value}}))
 
 
@@ -235,7 +235,7 @@ def test_a_recipe_that_says_nonsense(file, key, value, said):
     ],
     ids=["missing", "of other shapes", "too many", "none"],
 )
-def test_weights_that_are_not_the_recipes(file, tensors):
+def test_weights_that_do_not_fit_the_recipe(file, tensors):
     assert "expected the recipe's weights" in refused(rewritten(file, tensors=tensors))
 
 
@@ -251,7 +251,7 @@ def test_absurd_sizes(tmp_path, file, size):
     best = path / "best.safetensors"
     load(best)
     refused(rewritten(best, lambda facts: {**facts, "recipe": {**facts["recipe"], "hidden": size}}))
-    for key in ("layers", "steps", "blocks", "kernel_size", "bins"):  # a loop so long would be no refusal either
+    for key in ("layers", "steps", "blocks", "kernel_size", "bins"):  # must not loop for ages either
         refused(rewritten(file, lambda facts, key=key: {**facts, "recipe": {**facts["recipe"], key: size}}))
 
 
@@ -259,7 +259,7 @@ def test_an_absurd_shape(file):
     refused(rewritten(file, lambda facts: {**facts, "shape": [10**6, 10**6]}))
 
 
-def test_nothing_there(tmp_path):
+def test_a_missing_file(tmp_path):
     assert "got no such file" in refused(tmp_path / "nowhere" / "best.safetensors")
     assert "no such file" in refused(tmp_path / "nowhere")
     assert "neither" in refused(tmp_path)
@@ -275,7 +275,7 @@ def test_a_write_that_fails_midway_leaves_the_old_file(trained, tmp_path, monkey
     _, best, _ = trained
     path = tmp_path / "last.safetensors"
     if existing:
-        save(path, best)
+        save_checkpoint(path, best)
     before = path.read_bytes() if existing else None
 
     def half(tensors, target, metadata):
@@ -284,24 +284,24 @@ def test_a_write_that_fails_midway_leaves_the_old_file(trained, tmp_path, monkey
 
     monkeypatch.setattr(checkpoints, "save_file", half)
     with pytest.raises(OSError, match="No space left"):
-        save(path, replace(best, columns=("new",)))
+        save_checkpoint(path, replace(best, columns=("new",)))
     assert list(tmp_path.iterdir()) == ([path] if existing else [])
     assert not existing or path.read_bytes() == before
 
 
-def test_a_folder_that_is_not_there_is_named(trained, tmp_path):
+def test_a_missing_folder_is_named(trained, tmp_path):
     _, best, _ = trained
     with pytest.raises(OSError, match="nowhere"):
-        save(tmp_path / "nowhere" / "last.safetensors", best)
+        save_checkpoint(tmp_path / "nowhere" / "last.safetensors", best)
     assert not (tmp_path / "nowhere").exists()
 
 
 def test_a_checkpoint_without_an_epochs_metrics_can_be_resumed(tmp_path):
-    """Those of the first versions had sums instead; only the one epoch's means are then of the steps that are left."""
+    """The first versions stored sums instead; then the means of that one epoch cover only the remaining steps."""
     trainer = started()
     checkpoint = trainer._capture()
     older = replace(checkpoint, tensors={name: value for name, value in checkpoint.tensors.items() if "epoch." not in name})
-    save(tmp_path / "old.safetensors", older)
+    save_checkpoint(tmp_path / "old.safetensors", older)
     again = started()
-    again.resume(read(tmp_path / "old.safetensors"))
+    again.resume(read_checkpoint(tmp_path / "old.safetensors"))
     assert same(again.run(), trainer.run())

@@ -6,10 +6,10 @@ import torch
 from selfnorm.data import load_dataset
 from selfnorm.data.dataset import Dataset
 from selfnorm.train.adam import steps_taken
-from selfnorm.train.checkpoint import read
+from selfnorm.train.checkpoint import read_checkpoint
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
-from selfnorm.train.progress import Progress
+from selfnorm.train.progress import RunProgress
 from selfnorm.train.run import resume_run, start_run
 from selfnorm.train.step import diagnosis
 from selfnorm.train.stopping import DivergedError
@@ -30,7 +30,7 @@ def test_too_small_a_lambda_is_called_divergence(tmp_path):
     limit = min(course) + max(5, 0.05 * min(course))
     assert course[-1] > limit
     assert course[-2] > limit
-    best, last = (read(tmp_path / "run" / f"{name}.safetensors") for name in ("best", "last"))
+    best, last = (read_checkpoint(tmp_path / "run" / f"{name}.safetensors") for name in ("best", "last"))
     assert best.progress["best_nll"] == min(course)
     assert last.progress["worse"] == 0, "the last good one, not the one that diverged"
 
@@ -50,7 +50,7 @@ def test_rollbacks_end_after_three(tmp_path):
     assert sum(record["kind"] == "rollback" for record in RunFolder(tmp_path / "run").read_log()) == 3
     with pytest.raises(DivergedError, match="3 rollbacks did not help"):
         resume_run(tmp_path / "run")  # which has not forgotten them
-    assert read(tmp_path / "run" / "last.safetensors").progress["rollbacks"] == 3
+    assert read_checkpoint(tmp_path / "run" / "last.safetensors").progress["rollbacks"] == 3
 
 
 def test_a_non_finite_loss_names_the_layer_and_keeps_the_last_good_checkpoint(tmp_path):
@@ -58,7 +58,7 @@ def test_a_non_finite_loss_names_the_layer_and_keeps_the_last_good_checkpoint(tm
     with pytest.raises(DivergedError, match=r"non-finite.*layer|no exact likelihood.*layer"):
         start_run(recipe, tmp_path / "run")
     for name in ("best", "last"):
-        tensors = read(tmp_path / "run" / f"{name}.safetensors").tensors
+        tensors = read_checkpoint(tmp_path / "run" / f"{name}.safetensors").tensors
         assert all(torch.isfinite(value).all() for value in tensors.values() if value.is_floating_point())
 
 
@@ -131,7 +131,7 @@ def test_a_rollback_after_a_non_finite_step_has_a_finite_lambda(penalty, tmp_pat
     assert trainer.progress.rollbacks == 1
     assert (trainer.loss.penalty.weight > 500).all()
     assert not trainer._step.failed
-    assert read(tmp_path / "last.safetensors").progress["rollbacks"] == 1, "and it is on disk at once"
+    assert read_checkpoint(tmp_path / "last.safetensors").progress["rollbacks"] == 1, "and it is on disk at once"
     trainer.folder.close_log()
 
 
@@ -152,7 +152,7 @@ def test_a_stop_after_a_failed_step_does_not_save_it(tmp_path):
     trainer._step(0, 0, 1e-3)
     with pytest.raises(DivergedError):
         trainer.save()
-    assert all(torch.isfinite(v).all() for v in read(tmp_path / "last.safetensors").tensors.values())
+    assert all(torch.isfinite(v).all() for v in read_checkpoint(tmp_path / "last.safetensors").tensors.values())
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_stop_after_a_failed_step_does_not_save_it(tmp_path):
     ],
 )
 def test_judging_validations(course, stale, worse):
-    progress = Progress()
+    progress = RunProgress()
     for step, nll in enumerate(course, 1):
         progress.step = step
         progress.judge(nll)
@@ -202,7 +202,7 @@ def test_after_a_resume_the_last_good_checkpoint_is_one_that_was_validated(tmp_p
     trainer.run()
     with pytest.raises(DivergedError):
         resume_run(tmp_path)
-    last = read(tmp_path / "last.safetensors").progress
+    last = read_checkpoint(tmp_path / "last.safetensors").progress
     assert last["step"] == last["validated"] == last["best_step"]
 
 
@@ -221,7 +221,7 @@ def test_a_weight_that_turns_singular_under_its_tracker_ends_the_run_by_name(tmp
     trainer.loss.after_step = after_step
     with pytest.raises(DivergedError, match=r"epoch 1, step 6: layer 6: TrackedLinear\(64.*expected an invertible weight"):
         trainer.run()
-    assert len(read(tmp_path / "run" / "last.safetensors").tensors["loss.flow.bijection.6.weight"].unique()) > 1
+    assert len(read_checkpoint(tmp_path / "run" / "last.safetensors").tensors["loss.flow.bijection.6.weight"].unique()) > 1
 
 
 def test_debiasing_that_has_no_finite_variance_ends_the_run_by_name():

@@ -14,7 +14,7 @@ import torch
 from selfnorm.data import load_dataset
 from selfnorm.data.batches import Examples
 from selfnorm.evaluate.likelihood import likelihood
-from selfnorm.train.checkpoint import read, save
+from selfnorm.train.checkpoint import read_checkpoint, save_checkpoint
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
 from selfnorm.train.recipe import override
@@ -102,7 +102,7 @@ def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, monkeypatch, settings,
     with pytest.raises(StoppedError):
         start_run(recipe, tmp_path / "stopped")
     monkeypatch.setattr(Trainer, "_loop", original)
-    assert read(tmp_path / "stopped" / "last.safetensors").progress["step"] < 72
+    assert read_checkpoint(tmp_path / "stopped" / "last.safetensors").progress["step"] < 72
     resume_run(tmp_path / "stopped")
     assert_same_runs(tmp_path / "whole", tmp_path / "stopped")
 
@@ -158,7 +158,7 @@ def test_a_run_killed_between_its_first_two_checkpoints_starts_again(tmp_path):
     trainer = Trainer(recipe, load_dataset("digits"), folder=RunFolder(tmp_path / "young"))
     trainer.start()
     trainer.folder.create(recipe)
-    save(trainer.folder.best, trainer.best())
+    save_checkpoint(trainer.folder.best, trainer.best())
     resume_run(tmp_path / "young")
     assert_same_runs(tmp_path / "whole", tmp_path / "young")
 
@@ -203,7 +203,7 @@ def test_best_is_on_disk_before_a_last_that_knows_of_it(tmp_path, monkeypatch):
     trainer = Trainer(digits(*SMALL), load_dataset("digits"), folder=RunFolder(tmp_path))
     trainer.start()
     written = []
-    monkeypatch.setattr("selfnorm.train.loop.save", lambda path, checkpoint: written.append(path.name))
+    monkeypatch.setattr("selfnorm.train.loop.save_checkpoint", lambda path, checkpoint: written.append(path.name))
     trainer.save()
     trainer.save()
     assert written == ["best.safetensors", "last.safetensors", "last.safetensors"], "and the best only when it is a new one"
@@ -211,7 +211,10 @@ def test_best_is_on_disk_before_a_last_that_knows_of_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("file", "change", "words"),
-    [("recipe.toml", ("seed = 0", "seed = 1"), "another seed"), ("recipe.toml", ("epochs = 6", "epochs = 7"), "another epochs")],
+    [
+        ("recipe.toml", ("seed = 0", "seed = 1"), "a different seed"),
+        ("recipe.toml", ("epochs = 6", "epochs = 7"), "a different epochs"),
+    ],
 )
 def test_a_run_goes_on_only_as_it_began(tmp_path, file, change, words):
     start_run(digits(*SMALL), tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Runs as users treat them: moved, shared, damaged, fed with other data."""
+"""Runs in practice: moved, shared, damaged, or given other data."""
 
 import io
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from selfnorm.data.dataset import Dataset, fingerprint
-from selfnorm.train.checkpoint import read, save
+from selfnorm.train.checkpoint import read_checkpoint, save_checkpoint
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.run import free_path, start_run
 from selfnorm.train.trained import Scores, Trained
@@ -35,7 +35,7 @@ def digits(tmp_path):
     return tmp_path / "digits"
 
 
-def test_columns_are_found_by_name_among_others(table, tmp_path):
+def test_columns_are_selected_by_name(table, tmp_path):
     run, rows = table
     np.savetxt(tmp_path / "same.csv", rows, delimiter=",", header="a,b,c", comments="")
     more = np.c_[rows[:, 2], rows[:, 0], 0 * rows[:, 0], rows[:, 1]]
@@ -53,21 +53,21 @@ def test_samples_of_images_in_a_table_can_be_scored(digits, tmp_path):
     assert "whole grey levels" in fails("score", digits, tmp_path / "half.csv")
 
 
-def test_a_run_with_other_data_in_its_place_is_not_evaluated(table, tmp_path):
+def test_a_run_whose_data_changed_is_not_evaluated(table, tmp_path):
     run, rows = table
     np.savetxt(tmp_path / "t.csv", rows * 1e3, delimiter=",", header="a,b,c", comments="")
     assert "expected the data that" in fails("eval", run)
     assert "other data from" in fails("train", "--resume", run)
 
 
-def test_a_relative_path_is_found_from_elsewhere(table, tmp_path, monkeypatch):
+def test_a_relative_data_path_works_from_another_folder(table, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ok("train", "moons-fc-snf", *SHORT, "--set", "data=t.csv", "--set", "layers=2", "--run", "here", "-q")
     monkeypatch.chdir("/")
     ok("eval", tmp_path / "here")
 
 
-def test_only_one_process_at_a_time(digits):
+def test_only_one_process_trains_a_run_at_a_time(digits):
     with RunFolder(digits).locked():
         assert "being trained" in fails("train", "--resume", digits)
     ok("train", "--resume", digits)
@@ -92,12 +92,12 @@ def test_damaged_training_scores_are_named(table, tmp_path, content):
 
 
 def test_each_checkpoint_is_compared_with_its_own_training_scores(table, tmp_path):
-    """Of the training rows about half are less likely than the median one, whichever the weights."""
+    """About half of the training rows are less likely than the median one, whatever the weights."""
     run, _ = table
-    last = read(run / "last.safetensors")
-    # Weights that find everything far less likely than the best ones do, as those of another epoch may.
+    last = read_checkpoint(run / "last.safetensors")
+    # Weights that make everything far less likely than the best ones do, as those of another epoch may.
     biases = {name: value + 3 if name.endswith("bias") else value for name, value in last.tensors.items()}
-    save(run / "last.safetensors", replace(last, tensors=biases))
+    save_checkpoint(run / "last.safetensors", replace(last, tensors=biases))
     for name in ("best.safetensors", "last.safetensors"):
         scores = Trained.open(run / name).score(tmp_path / "t.csv")
         assert 35 < np.median(scores.percentile) < 65
@@ -109,7 +109,7 @@ def test_rank_and_percentile_with_ties():
     assert scores.percentile.tolist() == [75.0, 25.0, 75.0, 25.0], "strictly less likely ones count"
 
 
-def test_noise_of_scores_is_averaged(digits, tmp_path):
+def test_scores_are_averaged_over_dequantisation_noise(digits, tmp_path):
     images = np.random.default_rng(0).integers(0, 17, (6, 8, 8)).astype(np.uint8)
     np.save(tmp_path / "x.npy", images)
     trained = Trained.open(digits)
@@ -120,7 +120,7 @@ def test_noise_of_scores_is_averaged(digits, tmp_path):
     assert len(np.unique(np.round(single, 6), axis=0)) == 40
 
 
-def test_few_different_values_are_warned_of(tmp_path):
+def test_columns_with_few_distinct_values_give_a_warning(tmp_path):
     rows = np.random.default_rng(0).normal(size=(100, 2))
     rows[:, 1] = rows[:, 1] > 0
     np.savetxt(tmp_path / "t.csv", rows, delimiter=",", header="x,sex", comments="")
@@ -141,7 +141,7 @@ def test_twins_of_every_kind(tmp_path):
     assert "exact twin itself" in fails("train", "digits-fc-exact", "--twin")
 
 
-def test_a_reader_that_leaves_does_not_end_a_run(tmp_path):
+def test_a_closed_output_pipe_does_not_end_a_run(tmp_path):
     command = [sys.executable, "-m", "selfnorm", "train", "--set", "epochs=30", "--json", "--run", str(tmp_path / "run")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.readline()
@@ -152,7 +152,7 @@ def test_a_reader_that_leaves_does_not_end_a_run(tmp_path):
     assert (tmp_path / "run" / "result.json").exists()
 
 
-def test_a_terminal_without_greek_letters(digits):
+def test_a_terminal_that_only_knows_ascii(digits):
     environment = {"PYTHONIOENCODING": "ascii", "PATH": "", "HOME": "/"}
     result = subprocess.run(
         [sys.executable, "-m", "selfnorm", "eval", str(digits)], capture_output=True, text=True, env=environment, check=True
@@ -160,14 +160,14 @@ def test_a_terminal_without_greek_letters(digits):
     assert "nats" in result.stdout
 
 
-def test_free_paths(tmp_path):
+def test_free_path_numbers_existing_names(tmp_path):
     assert free_path(tmp_path / "a.png") == tmp_path / "a.png"
     (tmp_path / "a.png").touch()
     (tmp_path / "a-2.png").touch()
     assert free_path(tmp_path / "a.png") == tmp_path / "a-3.png"
 
 
-def test_files_are_as_readable_as_any_other(digits, tmp_path):
+def test_files_get_the_usual_permissions(digits, tmp_path):
     (tmp_path / "plain").touch()
     modes = {path.stat().st_mode & 0o777 for path in digits.iterdir()}
     assert modes == {(tmp_path / "plain").stat().st_mode & 0o777}
@@ -203,22 +203,22 @@ def test_json_and_an_output_file_exclude_each_other(digits, tmp_path):
 
 
 @pytest.mark.parametrize("damage", [b"no json\n", b"\xff\xfe\n", b"[1]\n"])
-def test_a_damaged_log_costs_a_point_in_a_picture_and_no_more(digits, damage):
+def test_a_damaged_line_of_the_log_is_skipped(digits, damage):
     path = digits / "metrics.jsonl"
     path.write_bytes(damage + path.read_bytes())
     assert len(RunFolder(digits).read_log()) == 4
     assert "test NLL" in ok("train", "--resume", digits)
 
 
-def test_changed_test_rows_are_noticed(table, tmp_path):
+def test_changed_test_rows_are_detected(table, tmp_path):
     run, rows = table
     order = np.random.RandomState(0).permutation(120)
-    rows[order[-1]] += 50  # of the last tenth, the test rows
+    rows[order[-1]] += 50  # in the last tenth, which holds the test rows
     np.savetxt(tmp_path / "t.csv", rows, delimiter=",", header="a,b,c", comments="")
     assert "expected the data that" in fails("eval", run)
 
 
-def test_the_fingerprint_of_much_data_is_taken_of_some(monkeypatch):
+def test_the_fingerprint_of_large_data_uses_a_part_of_it(monkeypatch):
     x = torch.zeros(100_000, 1, dtype=torch.float32)
     dataset = Dataset("many", x, x[:5], x[:5])
     whole = fingerprint(dataset)
@@ -228,22 +228,22 @@ def test_the_fingerprint_of_much_data_is_taken_of_some(monkeypatch):
     assert fingerprint(dataset) != fingerprint(Dataset("many", torch.zeros_like(x), x[:5], x[:5]))
 
 
-def test_a_name_that_is_nearly_one_is_suggested():
+def test_a_similar_data_set_name_is_suggested():
     assert "did you mean digits" in fails("train", "--set", "data=digit")
 
 
-def test_half_written_files_of_others_are_left(digits):
+def test_only_temporary_files_of_the_run_are_removed(digits):
     folder = RunFolder(digits)
     own, other = digits / ".last.0123.part.safetensors", digits / ".repaired.0123.part.safetensors"
     own.touch()
     other.touch()
-    folder.sweep()
+    folder.remove_partial_files()
     assert not own.exists()
     assert other.exists()
 
 
 @pytest.mark.parametrize(("kind", "exact"), [("tracked", False), ("lu", True)])
-def test_a_run_knows_whether_its_training_loss_is_a_likelihood(tmp_path, monkeypatch, kind, exact):
+def test_curves_know_whether_the_training_loss_is_a_likelihood(tmp_path, monkeypatch, kind, exact):
     found = []
     monkeypatch.setattr("selfnorm.report.figures.curves", lambda *args, exact: found.append(exact))
     start_run(digits_recipe(*SMALL, f"kind={kind}"), tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Several runs in one process: as each would be alone, whatever becomes of the others."""
+"""Several runs in one process: each gives the result that it would give alone, whatever happens to the others."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from selfnorm.data import load_dataset
-from selfnorm.train.checkpoint import read
+from selfnorm.train.checkpoint import read_checkpoint
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
 from selfnorm.train.run import Result, start_run, start_runs
@@ -22,9 +22,9 @@ def silent(record):
     pass
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the sketch loses its inverse once
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the sketch tracker loses its inverse once
 @pytest.mark.parametrize("kind", ["selfnorm", "sketch"])
-def test_each_run_is_what_it_would_be_alone(tmp_path, device, kind):
+def test_each_run_is_the_same_as_alone(tmp_path, device, kind):
     recipes = [digits(*SMALL, f"kind={kind}", f"seed={seed}", "precision=float32") for seed in (0, 5)]
     paths = [tmp_path / str(recipe.seed) for recipe in recipes]
     results = start_runs(recipes, paths, device=device, reports=[silent] * 2)
@@ -34,7 +34,7 @@ def test_each_run_is_what_it_would_be_alone(tmp_path, device, kind):
         assert_same_runs(path, tmp_path / f"alone-{recipe.seed}")
 
 
-def test_one_that_diverges_costs_the_others_nothing(tmp_path):
+def test_a_diverging_run_does_not_affect_the_others(tmp_path):
     bad, good = digits(*SMALL, "learning_rate=1e30", "warmup_epochs=0"), digits(*SMALL, "seed=1")
     found = start_runs([bad, good], [tmp_path / "bad", tmp_path / "good"], reports=[silent] * 2)
     assert isinstance(found[0], DivergedError)
@@ -42,7 +42,7 @@ def test_one_that_diverges_costs_the_others_nothing(tmp_path):
     assert (tmp_path / "bad" / "best.safetensors").exists()
 
 
-def test_a_stop_saves_all_of_them(tmp_path):
+def test_a_stop_saves_all_runs(tmp_path):
     def stopping(record):
         if record["kind"] == "epoch" and record["epoch"] == 2:
             os.kill(os.getpid(), signal.SIGINT)
@@ -51,21 +51,21 @@ def test_a_stop_saves_all_of_them(tmp_path):
     paths = [tmp_path / str(seed) for seed in range(3)]
     with pytest.raises(StoppedError):
         start_runs(recipes, paths, reports=[silent, stopping, silent])
-    steps = [read(path / "last.safetensors").progress["step"] for path in paths]
+    steps = [read_checkpoint(path / "last.safetensors").progress["step"] for path in paths]
     assert max(steps) - min(steps) <= 1
     assert 24 <= min(steps) <= 25
 
 
-def test_what_belongs_to_the_process_must_be_the_same():
+def test_threads_and_precision_must_be_the_same():
     with pytest.raises(ValueError, match="threads and precision, got 1 and tf32 in digits-fc-snf, 2 and tf32 in digits-fc-snf"):
         run_together([started("threads=1"), started("threads=2")])
 
 
-def test_the_command_trains_seeds_together_and_tells_their_mean(tmp_path):
+def test_the_command_trains_seeds_together_and_prints_their_mean(tmp_path):
     short = ["--set", "epochs=2", "--set", "warmup_epochs=1"]
     said = ok("train", "digits-fc-snf", *short, "--seeds", "2", "--seed", "7", "--run", tmp_path / "run", "-q")
     assert "over 2 of 2 seeds" in said
-    seeds = [read(path / "last.safetensors").recipe.seed for path in (tmp_path / "run", tmp_path / "run-seed8")]
+    seeds = [read_checkpoint(path / "last.safetensors").recipe.seed for path in (tmp_path / "run", tmp_path / "run-seed8")]
     assert seeds == [7, 8]
     lines = ok("train", "digits-fc-snf", *short, "--seeds", "2", "--run", tmp_path / "other", "--json").splitlines()
     records = [json.loads(line) for line in lines]
@@ -80,7 +80,7 @@ def test_the_command_trains_seeds_together_and_tells_their_mean(tmp_path):
 
 
 @pytest.mark.gpu
-def test_runs_on_streams_of_their_own_are_what_they_are_alone():
+def test_runs_on_their_own_streams_are_the_same_as_alone():
     recipes = [digits(*SMALL, f"seed={seed}", "precision=float32") for seed in range(3)]
     data = load_dataset("digits")
     together = [Trainer(recipe, data, device="cuda") for recipe in recipes]
@@ -94,7 +94,7 @@ def test_runs_on_streams_of_their_own_are_what_they_are_alone():
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
-def test_seeds_that_were_stopped_go_on_together(tmp_path):
+def test_stopped_seeds_resume_together(tmp_path):
     whole = [tmp_path / "a", tmp_path / "a-seed1"]
     ok("train", "digits-fc-snf", *SHORT, "--seeds", "2", "--run", whole[0], "-q")
 
@@ -102,7 +102,7 @@ def test_seeds_that_were_stopped_go_on_together(tmp_path):
         if record["kind"] == "epoch" and record["epoch"] == 1:
             os.kill(os.getpid(), signal.SIGINT)
 
-    recipes = [read(path / "last.safetensors").recipe for path in whole]
+    recipes = [read_checkpoint(path / "last.safetensors").recipe for path in whole]
     stopped = [tmp_path / "b", tmp_path / "b-seed1"]
     with pytest.raises(StoppedError):
         start_runs(recipes, stopped, reports=[stopping, silent])
@@ -113,7 +113,7 @@ def test_seeds_that_were_stopped_go_on_together(tmp_path):
 
 
 def test_only_seeds_of_one_recipe_have_a_mean(tmp_path):
-    """Two runs of the same seed are not one, nor are two recipes."""
+    """Neither two runs of the same seed nor runs of two recipes are averaged."""
     one, again, other, twin = (tmp_path / name for name in ("one", "again", "other", "twin"))
     ok("train", "digits-fc-snf", *SHORT, "--run", one, "-q")
     ok("train", "digits-fc-snf", *SHORT, "--run", again, "-q")
@@ -128,7 +128,7 @@ def test_only_seeds_of_one_recipe_have_a_mean(tmp_path):
     assert "over 2 of 2 seeds" in ok("train", "--resume", other, "--resume", twin, "-q")
 
 
-def test_a_run_that_had_ended_keeps_what_its_training_took(tmp_path, monkeypatch):
+def test_resuming_a_finished_run_keeps_its_result(tmp_path, monkeypatch):
     paths = [tmp_path / "a", tmp_path / "a-seed1"]
     ok("train", "digits-fc-snf", *SHORT, "--seeds", "2", "--run", paths[0], "-q")
     ok("train", "digits-fc-snf", *SHORT, "--run", tmp_path / "alone", "-q")
@@ -143,7 +143,7 @@ def test_a_run_that_had_ended_keeps_what_its_training_took(tmp_path, monkeypatch
     assert Result.read(forgotten).provenance == {"command": "another"}
 
 
-def test_all_folders_must_be_free_before_any_is_made(tmp_path):
+def test_all_folders_must_be_unused_before_any_is_created(tmp_path):
     (tmp_path / "run-seed1").mkdir()
     (tmp_path / "run-seed1" / "file").touch()
     assert "run-seed1: expected a new or empty folder" in fails(
@@ -152,7 +152,7 @@ def test_all_folders_must_be_free_before_any_is_made(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_what_breaks_one_run_saves_the_others(tmp_path):
+def test_an_error_in_one_run_saves_the_others(tmp_path):
     trainers = []
     for seed in range(2):
         folder = RunFolder(tmp_path / str(seed))
@@ -167,4 +167,4 @@ def test_what_breaks_one_run_saves_the_others(tmp_path):
     trainers[0].report = breaking
     with pytest.raises(OSError, match="no space"):
         run_together(trainers)
-    assert read(tmp_path / "1" / "last.safetensors").progress["step"] >= 23
+    assert read_checkpoint(tmp_path / "1" / "last.safetensors").progress["step"] >= 23

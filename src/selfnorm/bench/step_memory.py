@@ -28,7 +28,7 @@ from selfnorm.bench.timing import reason_for
 from selfnorm.bench.training import examples_of, training_step
 from selfnorm.runtime.memory import PeakMemory
 from selfnorm.runtime.precision import Precision, networks_in_bf16, precision, products_in_tf32
-from selfnorm.train.loop import threads
+from selfnorm.runtime.threads import cpu_threads
 
 MIB = 2**20
 LEAST = 4 * MIB  # that a step needs: of less, its peak says little
@@ -186,5 +186,5 @@ def _in_this_process(model: Model) -> Memory:
 
 if __name__ == "__main__":
     asked = MODELS[sys.argv[1]]
-    with precision(sys.argv[2]), threads(asked.recipe.threads):  # type: ignore[arg-type]
+    with precision(sys.argv[2]), cpu_threads(asked.recipe.threads):  # type: ignore[arg-type]
         print(json.dumps(asdict(_in_this_process(asked))))

@@ -34,7 +34,7 @@ from selfnorm.bench.training import FAILED_STEP, TrainingStep, training_step
 from selfnorm.evaluate.sampler import Sampler
 from selfnorm.flow import Flow
 from selfnorm.runtime.precision import networks_in_bf16
-from selfnorm.train.loop import threads
+from selfnorm.runtime.threads import cpu_threads
 
 BULK = 1000  # samples at once
 BARE_STEPS = 20  # in a graph
@@ -103,7 +103,7 @@ def measure_steps(
     effort = effort or Effort()
     ceilings: dict[tuple[int | None, bool], Ceilings] = {}
     for family in families(models):
-        with threads(family[0].recipe.threads):
+        with cpu_threads(family[0].recipe.threads):
             number = torch.get_num_threads() if device.type == "cpu" else None
             at = number, networks_in_bf16() and family[0].couples
             if at not in ceilings:

@@ -40,7 +40,7 @@ from selfnorm.cli.options import (
 from selfnorm.data.dataset import is_image
 from selfnorm.evaluate.health import examine, repair
 from selfnorm.runtime.files import replacing
-from selfnorm.train.checkpoint import save
+from selfnorm.train.checkpoint import save_checkpoint
 from selfnorm.train.recipe import Recipe, to_toml
 from selfnorm.train.recipes import RECIPES, find_recipe
 from selfnorm.train.run import free_path
@@ -180,7 +180,7 @@ def doctor(
         return
     output = output or trained.path.with_name("repaired.safetensors")
     tensors = {f"loss.flow.{name}": value for name, value in trained.flow.state_dict().items()}
-    save(output, replace(trained.checkpoint, tensors=tensors))
+    save_checkpoint(output, replace(trained.checkpoint, tensors=tensors))
     if not json:
         OUT.print(f"\nmended {', '.join(mended)}; written to {output}")
     print_health(examine(trained.flow, x), json)

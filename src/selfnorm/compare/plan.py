@@ -31,11 +31,12 @@ from selfnorm.data.dataset import Dataset
 from selfnorm.evaluate.health import SAMPLES, round_trip
 from selfnorm.evaluate.likelihood import evaluating
 from selfnorm.flow import Flow
+from selfnorm.runtime.threads import cpu_threads
 from selfnorm.train.folder import RunFolder
-from selfnorm.train.loop import Report, threads
+from selfnorm.train.loop import Report
 from selfnorm.train.recipe import Recipe, override
 from selfnorm.train.recipes import RECIPES, build_flow, build_loss, find_recipe
-from selfnorm.train.run import Result, settled
+from selfnorm.train.run import Result, with_absolute_data_path
 from selfnorm.train.stopping import PARENT, StopRequests
 from selfnorm.train.trained import Trained
 
@@ -53,7 +54,7 @@ def plan(
     names: of recipes, or patterns such as "digits-fc-*".
     """
     settings = [*settings, *([f"data_dir={data_dir}"] if data_dir else [])]
-    recipes = [settled(override(recipe, settings)) for recipe in _chosen(names)]
+    recipes = [with_absolute_data_path(override(recipe, settings)) for recipe in _chosen(names)]
     alike: dict[Recipe, str] = {}
     for recipe in recipes:
         other = alike.setdefault(replace(recipe, name="", paper=""), recipe.name)
@@ -218,7 +219,7 @@ def _measured(run: Planned, device: torch.device) -> Compared:
     except ValueError as error:
         return Compared(run, failure=str(error))
     generator = generator_for(device, run.recipe.seed, "compare")
-    with threads(run.recipe.threads), evaluating(trained.flow):
+    with cpu_threads(run.recipe.threads), evaluating(trained.flow):
         z: Tensor = trained.flow.base.sample(SAMPLES, generator=generator)  # type: ignore[operator]
         compared = Compared(run, result, round_trip(trained.flow, z), _sample_seconds(trained.flow, device, generator))
     del trained

@@ -1,1 +1,1 @@
-"""What a flow is worth: exact likelihoods, the health of its learned inverses, fast samples."""
+"""Evaluating trained flows: exact likelihoods, the quality of their learned inverses, and fast sampling."""

@@ -1,8 +1,8 @@
-"""How good the inverses are that a flow keeps, learned or tracked: layer by layer, and end to end; and how to mend them.
+"""Measures and repairs the learned or tracked inverses of a flow, layer by layer and end to end.
 
-Training watches a learned R only through the reconstruction of the data. Where the data has no variance R may drift unseen, so
-each layer is also measured in all directions (`distance`, `noise_reconstruction`), and by what it is for, the gradient it gives
-(`angle`, `log_det_angle`).
+Training constrains a learned R only through the reconstruction of the data. In directions where the data has no variance, R may
+drift unnoticed. So each layer is also measured in all directions (`distance`, `noise_reconstruction`) and by its purpose, the
+gradient that it provides (`angle`, `log_det_angle`).
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from selfnorm.layers.linear import ConvMap
 from selfnorm.linalg.factors import widen
 from selfnorm.runtime.checks import describe
 
-PROBES = 256  # white-noise vectors: ±9% for the worst case, an error in one direction only
-SAMPLES = 64  # prior samples that go to x and back
-LARGEST = 4096  # rows of a block to take singular values of, and columns of RW − I to go through
+PROBES = 256  # white-noise vectors; ±9% in the worst case, an error in a single direction
+SAMPLES = 64  # prior samples of a round trip z → x → z
+MAX_EXACT_SIZE = 4096  # most rows of a block for singular values, and most columns of RW − I to compute
 
 
 @dataclass(frozen=True)
 class LayerHealth:
-    """One layer z = Wh + b that keeps an inverse R; for a convolution W is T(w), and a learned R is T(r)."""
+    """Figures for one layer z = Wh + b that stores an inverse R; for a convolution W is T(w), and a learned R is T(r)."""
 
-    name: str  # `flow.bijection.get_submodule(name)`
+    name: str  # as in `flow.bijection.get_submodule(name)`
     layer: str
     dimensions: int  # D
     distance: float  # ‖RW − I‖_F / √D
-    condition: float | None  # σ_max/σ_min of W; None where its blocks have more than LARGEST rows
-    data_reconstruction: float  # mean ‖RWh − h‖²/D on the data's h
-    noise_reconstruction: float  # the same on white noise: an estimate of distance²
-    angle: float  # degrees between the surrogate's and the exact gradient of the mean NLL for W, without penalty
-    log_det_angle: float  # degrees between the log-determinant's terms in those two, Rᵀ and W⁻ᵀ as the weight sees them
+    condition: float | None  # σ_max/σ_min of W; None if its blocks have more than MAX_EXACT_SIZE rows
+    data_reconstruction: float  # mean ‖RWh − h‖²/D over the inputs h that the data gives
+    noise_reconstruction: float  # the same for white noise: an estimate of distance²
+    angle: float  # degrees between the surrogate and the exact gradient of the mean NLL for W, without penalty
+    log_det_angle: float  # degrees between their log-determinant terms, Rᵀ and W⁻ᵀ, as gradients of the weight
     # ‖exact gradient‖ as a fraction of ‖its data term‖ + ‖its log-determinant term‖. Near convergence the two terms cancel, the
-    # fraction goes to 0 and `angle` is that of a difference which says little; `log_det_angle` keeps its meaning.
+    # fraction goes to 0 and `angle`, taken between small differences, says little; `log_det_angle` keeps its meaning.
     gradient_size: float
 
 
 @dataclass(frozen=True)
 class FlowHealth:
-    """All layers that keep an inverse, first to last, and how well the flow comes back to where it started.
+    """All layers that store an inverse, first to last, and the round-trip errors of the flow.
 
-    round_trip:  by inverse, the median over prior samples z of ‖f(g(z)) − z‖/‖z‖; inf where the flow refused (a non-finite or
-                 out-of-range value on the way, a singular weight).
-    notes:       what to know when reading the figures, such as which are estimates, and what the layers warned of.
+    round_trip:  for each kind of inverse, the median over prior samples z of ‖f(g(z)) − z‖/‖z‖; inf where the flow raised an
+                 error (a non-finite or out-of-range value, a singular weight).
+    notes:       remarks on the figures, such as which are estimates, and warnings that the layers gave.
     """
 
     layers: tuple[LayerHealth, ...]
@@ -64,21 +64,21 @@ class FlowHealth:
 @torch.inference_mode(False)
 @torch.enable_grad()
 def examine(flow: Flow, x: Tensor, generator: torch.Generator | None = None) -> FlowHealth:
-    """Measure the inverses that a flow keeps on a batch of data. Works on a copy in eval mode; the flow itself stays as it is.
+    """Measures the stored inverses of a flow on a batch of data. Works on a copy in eval mode and leaves the flow unchanged.
 
-    generator: for the noise and the prior samples, on x's device; without one, a fixed seed. Cost: for each layer a
-    factorisation and singular values, O(m³) for blocks of m rows, and up to LARGEST products with R and W.
+    generator: for the noise and the prior samples, on the device of x; by default one with a fixed seed. Cost: for each layer a
+    factorisation and singular values, O(m³) for blocks of m rows, and up to MAX_EXACT_SIZE products with R and W.
     """
     if len(x) == 0:
         raise ValueError("examine: expected at least one example, got none")
     flow = copy.deepcopy(flow).eval()
-    x = x.detach().clone()  # of a tensor made in inference mode, too, so that autograd may keep it
+    x = x.detach().clone()  # so that autograd can save it even if it was made in inference mode
     generator = torch.Generator(x.device).manual_seed(0) if generator is None else generator
-    named = dict(_keeping(flow))
+    named = dict(_layers_with_inverse(flow))
     weights = [layer.weight.requires_grad_() for layer in named.values()]
-    log_prob, inputs = _score(flow, named, x)
-    exact = _gradients(-log_prob.mean(), weights)
-    surrogate = _gradients(-flow.surrogate(x).log_det.mean(), weights)
+    log_prob, inputs = _log_prob_and_inputs(flow, named, x)
+    exact = _wide_gradients(-log_prob.mean(), weights)
+    surrogate = _wide_gradients(-flow.surrogate(x).log_det.mean(), weights)
 
     layers, notes = [], []
     for (name, layer), exact_gradient, gradient in zip(named.items(), exact, surrogate, strict=True):
@@ -93,35 +93,35 @@ def examine(flow: Flow, x: Tensor, generator: torch.Generator | None = None) -> 
 
 
 def repair(flow: Flow, x: Tensor | None = None) -> tuple[str, ...]:
-    """Set each kept inverse from its weight, in place: exact for linear layers and 1×1 kernels, least-squares for k×k ones.
+    """Recomputes each stored inverse from its weight, in place: exact for linear layers and 1×1 kernels, else least-squares.
 
-    Returns the names of the layers that were changed: all of them, or, given data x, those that undo their W better for it, on
-    x's h and on white noise taken together (a trained k×k kernel may beat the least-squares one, which knows no border). An
-    optimiser's moments are of the old R: start a new one. Nothing is changed if any weight is singular.
+    Returns the names of the changed layers: all of them, or, given data x, only those whose new R reconstructs better, over
+    the data and white noise together. (A trained k×k kernel may beat the least-squares one, which ignores the border.) If any
+    weight is singular, no layer is changed. Start a new optimiser afterwards: the moments of the old one belong to the old R.
     """
-    named = dict(_keeping(flow))
-    mended = {}
+    named = dict(_layers_with_inverse(flow))
+    repaired = {}
     with torch.inference_mode(False), torch.no_grad():
         for name, layer in named.items():
             with located(f"layer {name}" if name else "repair"):
-                mended[name] = layer.inverse_of(widen(layer.weight)).to(layer.weight)
+                repaired[name] = layer.inverse_of(widen(layer.weight)).to(layer.weight)
         if x is not None:
-            _, inputs = _score(flow, named, x)
-            mended = {name: R for name, R in mended.items() if _is_better(named[name], R, inputs[name])}
-        for name, R in mended.items():
+            _, inputs = _log_prob_and_inputs(flow, named, x)
+            repaired = {name: R for name, R in repaired.items() if _is_better(named[name], R, inputs[name])}
+        for name, R in repaired.items():
             named[name].weight_inv.copy_(R)
-    return tuple(mended)
+    return tuple(repaired)
 
 
-def _keeping(flow: Flow) -> Iterator[tuple[str, KeptInverse]]:
-    """The layers by name; one that the flow uses twice is named once, by its first place."""
+def _layers_with_inverse(flow: Flow) -> Iterator[tuple[str, KeptInverse]]:
+    """Yields the layers that store an inverse, with their names; a layer that occurs twice only under its first name."""
     for name, layer in flow.bijection.named_modules():
         if isinstance(layer, KeptInverse):
             yield name, layer
 
 
-def _score(flow: Flow, named: dict[str, KeptInverse], x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """log p(x), and the h that each layer was given on the way, in float64."""
+def _log_prob_and_inputs(flow: Flow, named: dict[str, KeptInverse], x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns log p(x), and for each layer the input h that it received, in float64."""
     inputs: dict[str, Tensor] = {}
 
     def keeper(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
@@ -139,7 +139,7 @@ def _score(flow: Flow, named: dict[str, KeptInverse], x: Tensor) -> tuple[Tensor
     for name in named.keys() - inputs.keys():
         raise ValueError(
             f"examine: expected the flow to call its layer {name!r} as layer(x), got no call; a bijection of your own must call "
-            "its parts so, rather than their forward()"
+            "its parts like that, not through forward()"
         )
     return log_prob, inputs
 
@@ -147,24 +147,30 @@ def _score(flow: Flow, named: dict[str, KeptInverse], x: Tensor) -> tuple[Tensor
 def _examine_layer(
     name: str, layer: KeptInverse, h: Tensor, exact_gradient: Tensor, gradient: Tensor, generator: torch.Generator
 ) -> tuple[LayerHealth, list[str]]:
+    """Returns the figures of one layer, and notes on them.
+
+    h: the inputs of the layer. exact_gradient, gradient: of the mean NLL for its weight, exact and by the surrogate.
+    """
     layer = copy.deepcopy(layer).to(widen(layer.weight))  # .to(tensor): to its dtype and device
     notes = []
     noise = torch.randn(PROBES, *h.shape[1:], generator=generator, device=generator.device)
     with torch.no_grad():
         noise_reconstruction = _reconstruction(layer, noise.to(h))
-        distance, condition = _distance(layer, h), _condition(layer, h)
+        distance, condition = _distance(layer, h), _condition_number(layer, h)
         data_reconstruction = _reconstruction(layer, h)
     if distance is None:
         distance = math.sqrt(noise_reconstruction)
-        notes.append(f"layer {name}: distance is an estimate from {PROBES} white-noise vectors; D is too large for all columns")
+        notes.append(
+            f"layer {name}: distance is estimated from {PROBES} white-noise vectors, because D is too large for all columns"
+        )
     if fallbacks := int(getattr(layer, "fallbacks", 0)):
-        notes.append(f"layer {name}: its tracker lost R and factorised anew, {fallbacks} times so far")
+        notes.append(f"layer {name}: its tracker lost R and was reset by a factorisation, {fallbacks} times so far")
     if condition is None:
-        notes.append(f"layer {name}: no condition number; its blocks have more than {LARGEST} rows")
-    # The log-determinant's terms, as the layer itself differentiates them, for one example.
-    (exact_term,) = _gradients(layer(h[:1])[1].sum(), [layer.weight])
-    (learned_term,) = _gradients(layer.surrogate(h[:1]).log_det.sum(), [layer.weight])
-    data_term = exact_gradient + exact_term  # the loss is −log p: gradient = data term − log-determinant's term
+        notes.append(f"layer {name}: no condition number, because its blocks have more than {MAX_EXACT_SIZE} rows")
+    # The log-determinant terms of the gradient for one example, as the layer itself differentiates them.
+    (exact_term,) = _wide_gradients(layer(h[:1])[1].sum(), [layer.weight])
+    (learned_term,) = _wide_gradients(layer.surrogate(h[:1]).log_det.sum(), [layer.weight])
+    data_term = exact_gradient + exact_term  # the loss is −log p: gradient = data term − log-determinant term
     health = LayerHealth(
         name=name,
         layer=describe(layer),
@@ -173,19 +179,23 @@ def _examine_layer(
         condition=condition,
         data_reconstruction=data_reconstruction,
         noise_reconstruction=noise_reconstruction,
-        angle=_angle(gradient, exact_gradient),
-        log_det_angle=_angle(learned_term, exact_term),
+        angle=_degrees_between(gradient, exact_gradient),
+        log_det_angle=_degrees_between(learned_term, exact_term),
         gradient_size=float(exact_gradient.norm() / (data_term.norm() + exact_term.norm())),
     )
     return health, notes
 
 
-def _gradients(value: Tensor, weights: list[Tensor]) -> list[Tensor]:
+def _wide_gradients(value: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    """Returns the gradients of a scalar for the weights, in float64."""
     return [widen(gradient) for gradient in torch.autograd.grad(value, weights)] if weights else []
 
 
-def _angle(a: Tensor, b: Tensor) -> float:
-    """Degrees between two tensors; 90 if one of them is zero. By chords, since acos resolves nothing below 1e-6 degrees."""
+def _degrees_between(a: Tensor, b: Tensor) -> float:
+    """Returns the angle between two tensors in degrees; 90 if one of them is zero, 0 if both are.
+
+    Computed from chords, because acos resolves nothing below 1e-6 degrees.
+    """
     if not a.any() or not b.any():
         return 90.0 if a.any() or b.any() else 0.0
     a, b = a / a.norm(), b / b.norm()
@@ -193,20 +203,20 @@ def _angle(a: Tensor, b: Tensor) -> float:
 
 
 def _reconstruction(layer: KeptInverse, h: Tensor) -> float:
-    """Mean ‖RWh − h‖²/D."""
+    """Returns the mean of ‖RWh − h‖²/D over the batch."""
     return float((layer.apply_inverse(layer.apply_weight(h)) - h).square().mean())
 
 
 def _distance(layer: KeptInverse, h: Tensor) -> float | None:
-    """‖RW − I‖_F/√D: the root of the mean of ‖RWe − e‖² over unit vectors e, in chunks; None if there are too many."""
+    """Returns ‖RW − I‖_F/√D, the root mean square of ‖RWe − e‖ over unit vectors e; None if there are too many."""
     event, dimensions = h.shape[1:], h[0].numel()
     stride = 1
     if isinstance(layer, ConvMap):
         sizes = {layer.kernel_size, getattr(layer, "inverse_kernel_size", layer.kernel_size)}
         if layer.geometry.padding_mode == "circular" or sizes == {(1, 1)}:
-            stride = dimensions // layer.channels  # every pixel is treated alike: one for each channel will do
+            stride = dimensions // layer.channels  # all pixels are equivalent: one unit vector per channel is enough
     units = torch.arange(0, dimensions, stride, device=h.device)
-    if len(units) > LARGEST:
+    if len(units) > MAX_EXACT_SIZE:
         return None
     total = 0.0
     for chunk in units.split(256):
@@ -215,31 +225,34 @@ def _distance(layer: KeptInverse, h: Tensor) -> float | None:
     return math.sqrt(total / len(units))
 
 
-def _condition(layer: KeptInverse, h: Tensor) -> float | None:
+def _condition_number(layer: KeptInverse, h: Tensor) -> float | None:
+    """Returns σ_max/σ_min of W, from the singular values of its blocks; None if the blocks are too large."""
     form = layer.form(h)
-    if form.split(h[:1]).shape[-2] > LARGEST:
+    if form.split(h[:1]).shape[-2] > MAX_EXACT_SIZE:
         return None
     values = torch.linalg.svdvals(form.blocks(layer.weight))
     return float(values.max() / values.min())
 
 
 def _is_better(layer: KeptInverse, R: Tensor, h: Tensor) -> bool:
+    """Returns whether R reconstructs the inputs h and white noise better than the inverse that the layer stores."""
     noise = torch.randn(PROBES, *h.shape[1:], generator=torch.Generator().manual_seed(0)).to(h)
     old = copy.deepcopy(layer).to(h)
     new = copy.deepcopy(old)
     new.weight_inv.copy_(R)
     before, after = (_reconstruction(candidate, h) + _reconstruction(candidate, noise) for candidate in (old, new))
-    return not before <= after  # a NaN before is mended too
+    return not before <= after  # also true if `before` is NaN
 
 
 def _round_trips(flow: Flow, generator: torch.Generator) -> dict[str, float]:
+    """Returns the round-trip error of each kind of inverse, on the same prior samples."""
     z: Tensor = flow.base.sample(SAMPLES, generator=generator)  # type: ignore[operator]
     return {inverse: round_trip(flow, z, inverse) for inverse in get_args(Inverse)}
 
 
 @torch.no_grad()
 def round_trip(flow: Flow, z: Tensor, inverse: Inverse = "learned") -> float:
-    """The median over prior samples z of ‖f(g(z)) − z‖/‖z‖; inf where the flow refused."""
+    """Returns the median over prior samples z of ‖f(g(z)) − z‖/‖z‖; inf if the flow raises ValueError."""
     wide = widen(z).flatten(1)
     try:
         back = widen(flow.encode(flow.decode(z, inverse))).flatten(1)

@@ -1,4 +1,4 @@
-"""Exact likelihoods of data: in nats and bits, with how they were estimated."""
+"""Exact likelihoods of data sets, in nats and bits per dimension, with standard errors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from selfnorm.data.batches import Examples, generator_for
 from selfnorm.flow import Flow
 from selfnorm.runtime.precision import Precision
-from selfnorm.runtime.precision import precision as rounded_to
+from selfnorm.runtime.precision import precision as using_precision
 
-REFERENCES = 10_000
+MAX_REFERENCE_EXAMPLES = 10_000
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Likelihood:
 
 
 def bits_per_dim(nats: float, dimensions: int) -> float:
-    """Nats of a whole example to bits for each of its dimensions: nats / (D·log 2)."""
+    """Converts nats per example to bits per dimension: nats / (D·log 2)."""
     return nats / (dimensions * math.log(2))
 
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients; then the mode that was."""
+    """Switches to eval mode without gradients within the block, then restores the previous mode."""
     training = module.training
     module.eval()
     try:
@@ -57,7 +57,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def log_likelihoods(flow: Flow, batches: Iterable[Tensor]) -> Tensor:
-    """log p(x) of every example, exact, (N,) in float64 on the CPU."""
+    """Returns the exact log p(x) of every example, (N,) in float64 on the CPU."""
     with evaluating(flow):
         return torch.cat([flow.log_prob(x).double().cpu() for x in batches])
 
@@ -72,10 +72,11 @@ def mean_log_likelihoods(
     watch: Callable[[], None] = lambda: None,
     precision: Precision = "float32",
 ) -> Tensor:
-    """The exact log-likelihood of each example, averaged over so many draws of dequantisation noise; real numbers need none.
+    """Returns the exact log-likelihood of each example, (N,), averaged over `samples` draws of dequantisation noise.
 
-    watch:      called before each batch, so that a long evaluation can be left.
-    precision:  of the products, whatever training took. What is not float32 moves a likelihood by its rounding.
+    samples:    ignored for real-valued data, which needs no noise.
+    watch:      called before each batch; it may raise to interrupt a long evaluation.
+    precision:  of the products, independent of training. Anything but float32 changes likelihoods by rounding errors.
     """
     draws = 1 if examples.levels is None else samples
 
@@ -84,7 +85,7 @@ def mean_log_likelihoods(
             watch()
             yield x
 
-    with rounded_to(precision):
+    with using_precision(precision):
         return torch.stack([log_likelihoods(flow, watched(draw)) for draw in range(draws)]).mean(0)
 
 
@@ -98,7 +99,7 @@ def likelihood(
     watch: Callable[[], None] = lambda: None,
     precision: Precision = "float32",
 ) -> Likelihood:
-    """The exact NLL of a set of examples; see `mean_log_likelihoods`."""
+    """Returns the exact NLL of a set of examples; for the arguments see `mean_log_likelihoods`."""
     scores = mean_log_likelihoods(
         flow, examples, batch_size=batch_size, samples=samples, seed=seed, watch=watch, precision=precision
     )
@@ -109,7 +110,7 @@ def likelihood(
 
 
 def reference_scores(flow: Flow, train: Examples, batch_size: int, seed: int, watch: Callable[[], None] = lambda: None) -> Tensor:
-    """Sorted log-likelihoods of up to 10,000 training examples: what a new example's score is compared with."""
-    order = torch.randperm(len(train), generator=generator_for(torch.device("cpu"), seed, "reference"))[:REFERENCES]
+    """Returns the sorted log-likelihoods of up to 10,000 training examples, to compare the scores of new examples with."""
+    order = torch.randperm(len(train), generator=generator_for(torch.device("cpu"), seed, "reference"))[:MAX_REFERENCE_EXAMPLES]
     some = Examples(train.stored[order.to(train.stored.device)], train.levels, train.device)
     return mean_log_likelihoods(flow, some, batch_size=batch_size, seed=seed, watch=watch).sort().values

@@ -1,1 +1,1 @@
-"""Linear algebra of dense and convolutional maps: matrices, blocks, factorisations, iterations."""
+"""Linear algebra of dense and convolutional maps: matrices, blocks, factorisations and iterations."""

@@ -1,7 +1,17 @@
-"""How a linear layer's matrix falls into independent square blocks, so that one exact mechanism serves every layer.
+"""Block-diagonal forms of linear layers, so that one mechanism for exact log-determinants and inverses serves every layer.
 
-A dense matrix is one block. A convolution has one for each group; 1×1 kernels repeat a small one at every pixel, circular padding
-has a small one for each frequency, and zero padding needs one as large as the image.
+A `BlockForm` changes the basis so that the matrix W (D, D) of a layer becomes block-diagonal. The distinct blocks B_i have m rows
+each and occur `copies` times:
+
+    log|det W| = copies · Σ_i log|det B_i|          join(B_i · split(x)_i) = W x
+
+    form          layer                                blocks (…, m, m)                    copies
+    Dense         plain matrix                         (D, D)                              1
+    PerPixel      1×1 convolution                      (groups, C/groups, C/groups)        H·W
+    Circular      convolution with circular padding    (groups, H·W, C/groups, C/groups)   1, complex, a block per frequency
+    ZeroPadded    convolution with zero padding        (groups, m, m), m = C/groups·H·W    1
+
+Factorising costs O(m³) a block: zero padding needs blocks as large as the image, the other convolutions only small ones.
 """
 
 from __future__ import annotations
@@ -16,33 +26,33 @@ from selfnorm.linalg.convmatrix import Geometry, circular_symbols, conv_matrix
 
 
 class BlockForm(Protocol):
-    """A change of basis after which W is block-diagonal. Forms that are equal make equal blocks of equal weights."""
+    """A change of basis after which W is block-diagonal. Equal forms make equal blocks from equal weights."""
 
     @property
     def copies(self) -> int:
-        """How often each block stands on the diagonal."""
+        """The number of times each block occurs on the diagonal."""
         ...
 
     def blocks(self, weight: Tensor) -> Tensor:
-        """The blocks (…, m, m), in the weight's precision."""
+        """Returns the distinct blocks (…, m, m), in the precision of the weight."""
         ...
 
     def rounding(self, weight: Tensor) -> Tensor | float:
-        """How far rounding may have moved a block's entries, by column (…, m); 0 where they are the weight's own."""
+        """Returns a bound on the rounding error of the entries, per column (…, m); 0 if they are copied from the weight."""
         ...
 
     def split(self, x: Tensor) -> Tensor:
-        """A batch (N, …) as columns (…, m, n) for the blocks to act on."""
+        """Returns a batch (N, …) as columns (…, m, n) that the blocks can multiply; n is N·copies."""
         ...
 
     def join(self, columns: Tensor) -> Tensor:
-        """The way back to a real batch."""
+        """Inverse of `split`: returns columns (…, m, n) as a real batch (N, …)."""
         ...
 
 
 @dataclass(frozen=True)
 class Dense:
-    """A plain matrix on (N, D)."""
+    """A plain matrix (D, D) acting on (N, D): one block."""
 
     copies: int = 1
 
@@ -61,7 +71,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class ZeroPadded:
-    """A zero-padded convolution: T(w), a block of C/groups·H·W rows for each group."""
+    """A zero-padded convolution on images of size (C, H, W): per group one block of T(w), with C/groups·H·W rows."""
 
     size: tuple[int, int, int]
     geometry: Geometry
@@ -82,7 +92,7 @@ class ZeroPadded:
 
 @dataclass(frozen=True)
 class Circular:
-    """A circular convolution: a block of C/groups rows for each group and frequency."""
+    """A circular convolution on images of size (C, H, W): per group and frequency one complex block of C/groups rows."""
 
     size: tuple[int, int, int]
     geometry: Geometry
@@ -92,7 +102,7 @@ class Circular:
         return circular_symbols(weight, self.size[1:], self.geometry)
 
     def rounding(self, weight: Tensor) -> Tensor:
-        # Each entry is a sum over taps, and may cancel.
+        # Each entry is a sum over taps, which may cancel.
         taps = weight.shape[-2] * weight.shape[-1]
         sums = weight.abs().sum((-2, -1)).unflatten(0, (self.geometry.groups, -1))
         return taps * torch.finfo(weight.dtype).eps * sums.amax(1, keepdim=True)
@@ -106,7 +116,7 @@ class Circular:
 
 @dataclass(frozen=True)
 class PerPixel:
-    """A 1×1 convolution: the same block of C/groups rows for each group, at every pixel."""
+    """A 1×1 convolution on images of size (C, H, W): per group one block of C/groups rows, the same at every pixel."""
 
     size: tuple[int, int, int]
     groups: int

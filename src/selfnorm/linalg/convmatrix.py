@@ -1,11 +1,11 @@
 """Same-size convolutions as matrices.
 
 A same-size convolution is a sum over taps, T(w) = Σ_kl w[:, :, k, l] ⊗ S_k ⊗ S_l, where S_k is the 0/1 matrix that shifts an axis
-by tap k's offset, dropping (zero padding) or wrapping (circular padding) what leaves the image. All that the layers need follows
-from it: the matrix, its transpose T(w)ᵀ = T(flip w), how often each tap is used (the sum of S_k's entries), and, for circular
-padding, the Fourier symbols that make T(w) block-diagonal.
+by the offset of tap k and drops (zero padding) or wraps (circular padding) what leaves the image. Everything that the layers need
+follows from this formula: the matrix (`conv_matrix`), its transpose T(w)ᵀ = T(flip w), how often each tap is used (`tap_counts`,
+the sum of the entries of S_k), and, for circular padding, the Fourier symbols that make T(w) block-diagonal (`circular_symbols`).
 
-Kernels are (C, C/groups, kh, kw) as in torch; a group's channels are contiguous, so T(w) is block-diagonal over groups.
+Kernels have shape (C, C/groups, kh, kw) as in torch. A group has contiguous channels, so T(w) is block-diagonal over groups.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
 PaddingMode = Literal["zeros", "circular"]
-# Up to so many channels torch's gradient for a convolution's input takes 2 to 4 times a convolution's time on a CPU.
+# Up to this many channels, torch's gradient for the input of a convolution takes 2 to 4 times as long as a convolution on a CPU.
 FEW_CHANNELS = 8
 
 
 class Geometry(NamedTuple):
-    """What, beside the kernel, says which same-size convolution is meant."""
+    """What defines a same-size convolution in addition to its kernel."""
 
     dilation: tuple[int, int] = (1, 1)
     groups: int = 1
@@ -34,7 +34,7 @@ class Geometry(NamedTuple):
 
 
 def convolve(x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
-    """T(w)x for a batch of images (N, C, H, W). Cost: O(N·HW·C²/groups·kh·kw)."""
+    """Returns T(w)x for a batch of images (N, C, H, W). Cost: O(N·HW·C²/groups·kh·kw)."""
     few = x.device.type == "cpu" and w.shape[0] <= FEW_CHANNELS and _kernel_size(w) != (1, 1)
     if few and x.requires_grad and geometry.padding_mode == "zeros" and not torch.compiler.is_compiling():
         return _Convolution.apply(x, w, geometry)
@@ -47,7 +47,7 @@ def _convolve(x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
 
 
 class _Convolution(torch.autograd.Function):
-    """T(w)x, zero-padded, whose gradient for x is a convolution by flip w; differentiable any number of times, both ways."""
+    """Returns zero-padded T(w)x; its gradient for x is a convolution with flip w. Supports both modes of autograd, any order."""
 
     generate_vmap_rule = True
 
@@ -77,7 +77,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def kernel_gradient(x: Tensor, grad_z: Tensor, kernel_size: tuple[int, int], geometry: Geometry) -> Tensor:
-    """Σ_n ∂⟨T(w)x_n, grad_z_n⟩/∂w: what grad_z, arriving at T(w)x, means for the kernel."""
+    """Returns Σ_n ∂⟨T(w)x_n, grad_z_n⟩/∂w: the gradient of the kernel, given grad_z (N, C, H, W), that of T(w)x."""
     channels = x.shape[1]
     x, padding = _pad(x, kernel_size, geometry)
     shape = (channels, channels // geometry.groups, *kernel_size)
@@ -85,21 +85,21 @@ def kernel_gradient(x: Tensor, grad_z: Tensor, kernel_size: tuple[int, int], geo
 
 
 def flip(w: Tensor, groups: int = 1) -> Tensor:
-    """The kernel of the transpose, T(flip w) = T(w)ᵀ: in each group, in- and output channels swapped and space mirrored."""
+    """Returns the kernel of the transpose, T(flip w) = T(w)ᵀ: in each group, channels are swapped and both axes mirrored."""
     channels, per_group, kh, kw = w.shape
     blocks = w.reshape(groups, channels // groups, per_group, kh, kw)
     return blocks.transpose(1, 2).flip(-2, -1).reshape(channels, per_group, kh, kw)
 
 
 def resize_kernel(w: Tensor, kernel_size: tuple[int, int]) -> Tensor:
-    """w cut at or padded with zeros around its centre to another odd size."""
+    """Returns w, cut or padded with zeros around its centre to another odd size."""
     kh, kw = _kernel_size(w)
     rows, columns = (kernel_size[0] - kh) // 2, (kernel_size[1] - kw) // 2
     return F.pad(w, (columns, columns, rows, rows))  # negative padding cuts
 
 
 def dirac(channels: int, kernel_size: tuple[int, int], groups: int = 1) -> Tensor:
-    """The kernel of the identity map."""
+    """Returns the kernel of the identity map, (channels, channels/groups, *kernel_size)."""
     identity = torch.eye(channels // groups).repeat(groups, 1)
     return resize_kernel(identity[:, :, None, None], kernel_size)
 
@@ -107,7 +107,7 @@ def dirac(channels: int, kernel_size: tuple[int, int], groups: int = 1) -> Tenso
 def tap_counts(
     kernel_size: tuple[int, int], size: tuple[int, int], geometry: Geometry, device: torch.device | None = None
 ) -> Tensor:
-    """How often each tap (kh, kw) occurs in one channel pair's block of T(w): m in the paper."""
+    """Returns how often each tap occurs in T(w) for one pair of channels, (kh, kw): m in the paper."""
     rows, columns = (
         _axis_counts(taps, length, step, geometry.padding_mode, device)
         for taps, length, step in zip(kernel_size, size, geometry.dilation, strict=True)
@@ -116,7 +116,10 @@ def tap_counts(
 
 
 def conv_matrix(w: Tensor, size: tuple[int, int], geometry: Geometry) -> Tensor:
-    """T(w) as (groups, D, D) blocks with D = C/groups·H·W; group g maps x[:, g's channels].flatten(1). Cost: O(groups·D²·kh)."""
+    """Returns the blocks of T(w), (groups, D, D) with D = C/groups·H·W. Cost: O(groups·D²·kh).
+
+    Block g acts on the flattened channels of group g, (N, D).
+    """
     rows, columns = (
         _shifts(taps, length, step, geometry.padding_mode, w)
         for taps, length, step in zip(_kernel_size(w), size, geometry.dilation, strict=True)
@@ -130,10 +133,10 @@ def conv_matrix(w: Tensor, size: tuple[int, int], geometry: Geometry) -> Tensor:
 
 
 def tap_sums(blocks: Tensor, kernel_size: tuple[int, int], size: tuple[int, int], geometry: Geometry) -> Tensor:
-    """For each tap the sum of the entries of (groups, D, D) blocks that stand where T(w) holds that tap: (C, C/groups, kh, kw).
+    """Returns, for each tap, the sum of the entries of `blocks` (groups, D, D) where T(w) holds that tap: (C, C/groups, kh, kw).
 
-    This is the adjoint of `conv_matrix`: ⟨M, T(w)⟩ = ⟨tap_sums(M), w⟩. A tap stands on diagonals, and only these are read. Cost:
-    O(C²/groups·HW·kh·kw).
+    This is the adjoint of `conv_matrix`: ⟨M, T(w)⟩ = ⟨tap_sums(M), w⟩. Each tap occupies diagonals, and only these are read.
+    Cost: O(C²/groups·HW·kh·kw).
     """
     matrix = blocks.unflatten(2, (-1, *size)).unflatten(1, (-1, *size))  # (groups, out, H, W, in, H', W')
     rows, columns = (
@@ -148,7 +151,10 @@ def tap_sums(blocks: Tensor, kernel_size: tuple[int, int], size: tuple[int, int]
 
 
 def circular_symbols(w: Tensor, size: tuple[int, int], geometry: Geometry) -> Tensor:
-    """T(w)'s blocks in the Fourier basis for circular padding: (groups, H·W, C/groups, C/groups), complex. Cost: O(HW·C²·kh)."""
+    """Returns the blocks of T(w) in the Fourier basis, for circular padding. Cost: O(HW·C²·kh).
+
+    Shape: (groups, H·W, C/groups, C/groups), complex; one block for each group and frequency.
+    """
     rows, columns = (
         _phases(taps, length, step, w) for taps, length, step in zip(_kernel_size(w), size, geometry.dilation, strict=True)
     )
@@ -158,20 +164,20 @@ def circular_symbols(w: Tensor, size: tuple[int, int], geometry: Geometry) -> Te
 
 
 def least_squares_inverse(w: Tensor, kernel_size: tuple[int, int], groups: int = 1) -> Tensor:
-    """The kernel r that minimises ‖r ⋆ w − δ‖, the best inverse of this size away from the image's border.
+    """Returns the kernel r that minimises ‖r ⋆ w − δ‖, the best inverse of this size away from the border of the image.
 
-    Exact for 1×1 kernels. Dilation does not matter: both kernels live on the same dilated lattice. Cost: one least-squares
-    problem of C/groups·(kh+rh−1)·(kw+rw−1) equations for C/groups·rh·rw unknowns in each group.
+    Exact for 1×1 kernels. Dilation has no effect: both kernels live on the same dilated lattice. Cost: in each group one
+    least-squares problem of C/groups·(kh+rh−1)·(kw+rw−1) equations for C/groups·rh·rw unknowns.
     """
     kh, kw = _kernel_size(w)
-    reach = (kernel_size[0] + kh - 1, kernel_size[1] + kw - 1)
-    # r ⋆ w is linear in r. On a plane just wide enough that nothing meets the border, column (i, a, b) of the matrix below is
-    # what w makes of r's tap (i, a, b), and the target is the identity's kernel on that plane.
+    plane = (kernel_size[0] + kh - 1, kernel_size[1] + kw - 1)
+    # r ⋆ w is linear in r. On a plane just large enough to hold the composed kernel, row (i, a, b) of `composed` is w applied to
+    # a unit at tap (i, a, b) of r, and the target is the kernel of the identity.
     kernel = _grouped(w, groups)
     channels = kernel.shape[1]
     taps = torch.eye(channels * math.prod(kernel_size), dtype=w.dtype, device=w.device)
-    taps = resize_kernel(taps.reshape(-1, channels, *kernel_size), reach)
-    target = resize_kernel(dirac(channels, (1, 1)).to(taps), reach).flatten(1)
+    taps = resize_kernel(taps.reshape(-1, channels, *kernel_size), plane)
+    target = resize_kernel(dirac(channels, (1, 1)).to(taps), plane).flatten(1)
     solutions = []
     for group in kernel:
         composed = F.conv2d(taps, flip(group), padding=(kh // 2, kw // 2)).flatten(1)
@@ -184,15 +190,17 @@ def _kernel_size(w: Tensor) -> tuple[int, int]:
 
 
 def _grouped(w: Tensor, groups: int) -> Tensor:
+    """Returns w as (groups, C/groups, C/groups, kh, kw)."""
     return w.reshape(groups, w.shape[0] // groups, *w.shape[1:])
 
 
 def _offsets(taps: int, step: int, device: torch.device | None) -> Tensor:
+    """Returns the distance of each tap from the centre of the kernel, (taps,); `step` is the dilation."""
     return (torch.arange(taps, device=device) - taps // 2) * step
 
 
 def _pad(x: Tensor, kernel_size: tuple[int, int], geometry: Geometry) -> tuple[Tensor, tuple[int, int]]:
-    """The input, and the zero padding that is left for torch's convolution to add."""
+    """Returns the input, wrapped around if circular, and the zero padding that torch's convolution has to add."""
     rows, columns = (step * (taps // 2) for taps, step in zip(kernel_size, geometry.dilation, strict=True))
     if geometry.padding_mode == "zeros" or rows == columns == 0:
         return x, (rows, columns)
@@ -200,6 +208,7 @@ def _pad(x: Tensor, kernel_size: tuple[int, int], geometry: Geometry) -> tuple[T
 
 
 def _axis_counts(taps: int, length: int, step: int, mode: PaddingMode, device: torch.device | None) -> Tensor:
+    """Returns how many outputs along an axis read the image through each tap, (taps,)."""
     offsets = _offsets(taps, step, device)
     if mode == "circular":
         return torch.full_like(offsets, length)
@@ -207,7 +216,7 @@ def _axis_counts(taps: int, length: int, step: int, mode: PaddingMode, device: t
 
 
 def _shifts(taps: int, length: int, step: int, mode: PaddingMode, like: Tensor) -> Tensor:
-    """S (taps, length, length): S[k, i, j] = 1 where output i reads input j through tap k."""
+    """Returns S (taps, length, length): S[k, i, j] = 1 where output i reads input j through tap k."""
     position = torch.arange(length, device=like.device)
     reads = position[None, :, None] + _offsets(taps, step, like.device)[:, None, None]
     if mode == "circular":
@@ -216,7 +225,7 @@ def _shifts(taps: int, length: int, step: int, mode: PaddingMode, like: Tensor) 
 
 
 def _diagonals(taps: int, length: int, step: int, mode: PaddingMode) -> list[tuple[int, ...]]:
-    """Of each tap the diagonals (length, length) on which S_k has its ones: two where it wraps."""
+    """Returns, for each tap k, the diagonals of S_k (length, length) that hold ones: two if the tap wraps around."""
     offsets = [(tap - taps // 2) * step for tap in range(taps)]
     if mode == "circular":
         return [(offset % length, offset % length - length) for offset in offsets]
@@ -224,7 +233,7 @@ def _diagonals(taps: int, length: int, step: int, mode: PaddingMode) -> list[tup
 
 
 def _phases(taps: int, length: int, step: int, like: Tensor) -> Tensor:
-    """(taps, length): a tap at offset d multiplies frequency f by exp(2πi·f·d/length)."""
+    """Returns (taps, length): a tap at offset d multiplies frequency f by exp(2πi·f·d/length)."""
     angle = torch.outer(_offsets(taps, step, like.device), torch.arange(length, device=like.device)) % length
     angle = angle.to(like.dtype) * (2 * math.pi / length)
     return torch.polar(torch.ones_like(angle), angle)

@@ -12,20 +12,20 @@ from selfnorm.linalg.blocks import BlockForm
 
 
 class SingularWeightError(ValueError):
-    """An exact log-determinant or inverse was asked of a weight that has none."""
+    """Raised when a weight is singular and so has no exact inverse and no finite log-determinant."""
 
 
 def widen(x: Tensor) -> Tensor:
-    """x in float64, on the CPU if its own device has no float64."""
+    """Returns x in float64, on the CPU if its own device has no float64."""
     return x.to("cpu" if x.device.type == "mps" else x.device, torch.float64)
 
 
 class ExactFactors:
-    """log|det| and, where asked, LU factors of the square blocks that a form makes of a weight.
+    """Caches log|det W| and, on request, LU factors of the square blocks into which a form splits W.
 
-    The results belong to a *copy* of the weight, compared at each use: an in-place edit, a write through `.data`, a
-    `load_state_dict`, a move to another device or dtype, or a replayed CUDA graph can never leave them stale, and weights that
-    did not change cost one comparison, O(D²), instead of a factorisation, O(D³).
+    The cache keeps a *copy* of the weight and compares it at each use, so it is never stale: not after an in-place edit, a write
+    through `.data`, `load_state_dict`, a move to another device or dtype, or the replay of a CUDA graph. For an unchanged weight,
+    one comparison, O(D²), replaces a factorisation, O(D³).
     """
 
     def __init__(self) -> None:
@@ -38,16 +38,16 @@ class ExactFactors:
         self._lu: tuple[Tensor, Tensor] | None = None
 
     def _is_for(self, weight: Tensor, form: BlockForm) -> bool:
-        kept = self._weight
+        cached = self._weight
         return (
-            kept is not None
+            cached is not None
             and form == self._form
-            and kept.dtype == weight.dtype
-            and kept.device == weight.device
-            and torch.equal(kept, weight)
+            and cached.dtype == weight.dtype
+            and cached.device == weight.device
+            and torch.equal(cached, weight)
         )
 
-    # What is kept may be needed later by a backward pass, so it must not be made of inference-mode tensors.
+    # A later backward pass may use the cached tensors, so they must not be created in inference mode.
     @torch.inference_mode(False)
     @torch.no_grad()
     def _factorise(self, who: str, weight: Tensor, form: BlockForm) -> None:
@@ -58,10 +58,10 @@ class ExactFactors:
         wide = widen(weight)
         lu, pivots, _ = torch.linalg.lu_factor_ex(form.blocks(wide))
         diagonal = lu.diagonal(dim1=-2, dim2=-1).abs()
-        # Pivot k is a difference, a_kk − Σ_j l_kj u_jk. One that is no larger than the rounding of its terms is a zero, and what
-        # it says of the determinant is noise. Measured so, rows and columns of very different scale are no cause for alarm:
-        # over random matrices of 3 to 784 rows, |pivot| / (eps·terms) had its minimum below 5e3 in all singular ones, and above
-        # 5e10 in all regular ones, even with rows and columns scaled from 1e-30 to 1e30.
+        # Pivot k is a difference, a_kk − Σ_j l_kj u_jk. If it is no larger than the rounding error of its terms, it counts as
+        # zero. This criterion tolerates rows and columns of very different scale: over random matrices of 3 to 784 rows, the
+        # smallest |pivot| / (eps·terms) was below 5e3 in all singular ones and above 5e10 in all regular ones, even with rows
+        # and columns scaled from 1e-30 to 1e30.
         terms = (lu.tril(-1).abs() * lu.triu(1).mT.abs()).sum(-1) + diagonal
         noise = 1e4 * torch.finfo(wide.dtype).eps * terms + form.rounding(wide)
         zeros = int((diagonal <= noise).sum())
@@ -75,7 +75,7 @@ class ExactFactors:
 
     @torch.no_grad()
     def log_abs_det(self, who: str, weight: Tensor, form: BlockForm) -> Tensor:
-        """log|det W|, a float64 scalar without gradient; only the scalar is kept."""
+        """Returns log|det W| as a float64 scalar without gradient, and caches only that scalar."""
         if not self._is_for(weight, form):
             self._factorise(who, weight, form)
             self._lu = None
@@ -84,7 +84,7 @@ class ExactFactors:
 
     @torch.no_grad()
     def lu(self, who: str, weight: Tensor, form: BlockForm, keep: bool) -> tuple[Tensor, Tensor]:
-        """LU factors and pivots of the blocks; kept for the next call only if asked, since they are as large as the matrix."""
+        """Returns the LU factors and pivots of the blocks; caches them only if `keep`, since they are as large as the matrix."""
         if self._lu is None or not self._is_for(weight, form):
             self._factorise(who, weight, form)
         factors = self._lu
@@ -95,7 +95,7 @@ class ExactFactors:
 
 
 class AmortisedLogDet(torch.autograd.Function):
-    """A log-determinant whose value is known already, and whose gradient is computed only if somebody asks for it.
+    """Returns a log-determinant whose value is already known; its gradient is computed only in a backward pass.
 
     apply(weight, value, log_det) -> value, with the derivatives of log_det(weight), of any order.
     """
@@ -119,7 +119,10 @@ class AmortisedLogDet(torch.autograd.Function):
 
 
 class FactoredSolve(torch.autograd.Function):
-    """blocks⁻¹ rhs from factors made earlier, differentiable in the blocks and in the right-hand side."""
+    """Solves blocks · x = rhs from existing LU factors, differentiable in blocks and rhs.
+
+    apply(blocks (…, m, m), rhs (…, m, n), lu, pivots) -> x (…, m, n). Cost: O(m²n) a block.
+    """
 
     generate_vmap_rule = True
 
@@ -138,7 +141,7 @@ class FactoredSolve(torch.autograd.Function):
         blocks, lu, pivots, solution = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
             return None, torch.linalg.lu_solve(lu, pivots, grad, adjoint=True), None, None
-        if torch.is_grad_enabled():  # a second derivative is wanted, which the factors, being constants, would not give
+        if torch.is_grad_enabled():  # for second derivatives: the factors are constants to autograd
             grad_rhs = torch.linalg.solve(blocks.mH, grad)
         else:
             grad_rhs = torch.linalg.lu_solve(lu, pivots, grad, adjoint=True)
@@ -146,7 +149,7 @@ class FactoredSolve(torch.autograd.Function):
 
 
 def invert(who: str, weight: Tensor, form: BlockForm) -> Tensor:
-    """The inverse of each of the weight's blocks, or a `SingularWeightError` that names the layer."""
+    """Returns the inverse of each block (…, m, m); raises a `SingularWeightError` that starts with `who` if there is none."""
     lu, pivots = ExactFactors().lu(who, weight, form, keep=False)
     return torch.linalg.lu_solve(lu, pivots, torch.eye(lu.shape[-1], dtype=lu.dtype, device=lu.device).expand_as(lu))
 

@@ -1,4 +1,4 @@
-"""Iterations that solve with, or improve, an approximate inverse R of a matrix W, without factorising W."""
+"""Iterations that use or improve an approximate inverse R of a matrix W, without factorising W."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ def refine(
     tolerance: float,
     patience: int = 10,
 ) -> tuple[Tensor, float]:
-    """Solve forward(x) = z for a linear map by x ← x + R(z − Wx): exact if and only if ρ(I − RW) < 1, with no factorisation.
+    """Solves forward(x) = z for a linear map by iterating x ← x + R(z − Wx); returns x and its relative residual.
 
-    Returns x and its largest relative residual ‖z − Wx‖/‖z‖ over the batch. That is above the tolerance where `patience` steps
-    in a row brought no gain of a tenth: a contraction may start by growing, if I − RW is far from normal, but one that is slower
-    than that costs more products than a factorisation is worth.
+    forward:         x ↦ Wx on batches (N, …).
+    approx_inverse:  z ↦ Rz. The iteration converges from every z if and only if ρ(I − RW) < 1.
+    tolerance:       where to stop, for the largest ‖z − Wx‖/‖z‖ over the batch, the residual that is returned.
+    patience:        the iteration gives up, with a residual above the tolerance, after this many steps in a row without an
+                     improvement of 10 %. The error of a contraction may grow at first, if I − RW is far from normal, but an
+                     iteration slower than this costs more than a factorisation.
     """
     if z.numel() == 0:
         return approx_inverse(z), 0.0
@@ -32,7 +35,7 @@ def refine(
     x = approx_inverse(z)
     residual, error = residual_of(x)
     smallest, stale = error, 0
-    while error > tolerance and stale < patience:  # a NaN ends it too
+    while error > tolerance and stale < patience:  # false for NaN, too
         x = x + approx_inverse(residual)
         residual, error = residual_of(x)
         smallest, stale = (error, 0) if error < 0.9 * smallest else (smallest, stale + 1)
@@ -40,24 +43,28 @@ def refine(
 
 
 def default_tolerance(dtype: torch.dtype) -> float:
-    """eps^¾: 6e-6 in float32, 2e-12 in float64."""
+    """Returns eps^¾, the tolerance with which layers call `refine` by default: 6e-6 in float32, 2e-12 in float64."""
     return float(torch.finfo(dtype).eps ** 0.75)
 
 
 def newton_schulz(R: Tensor, error: Tensor) -> Tensor:
-    """R(2I − WR), given the error I − WR, which it squares: it converges if and only if ρ(I − WR) < 1. Cost: 2m³ for m rows."""
+    """Returns R(2I − WR), given `error` = I − WR (m, m), which the step squares. Cost: 2m³ operations.
+
+    Repeated steps converge to W⁻¹ if and only if ρ(I − WR) < 1.
+    """
     return torch.addmm(R, R, error)
 
 
 def sketch_and_project(R: Tensor, missing: Tensor, WQ: Tensor) -> Tensor:
-    """The matrix nearest to R that undoes W on Q (m, τ), R + (Q − RWQ)(WQ)⁺, given `missing`, Q − RWQ. Cost: O(τm²).
+    """Returns R + (Q − RWQ)(WQ)⁺, the matrix nearest to R that inverts W exactly on the columns of Q (m, τ). Cost: O(τm²).
 
-    ‖R − W⁻¹‖ never grows by it, and falls the faster the better W is conditioned (Gower & Richtárik, 2017).
+    Takes `missing` = Q − RWQ (m, τ) and WQ (m, τ). ‖R − W⁻¹‖ never grows, and falls faster the better W is conditioned (Gower &
+    Richtárik, 2017).
     """
     orthonormal, triangular = torch.linalg.qr(WQ)
     return torch.addmm(R, torch.linalg.solve_triangular(triangular, missing, upper=True, left=False), orthonormal.mT)
 
 
 def transposed(matrix: Tensor) -> Tensor:
-    """A transposed copy. Copying works in tiles; arithmetic across the grain of memory would cost more than a product."""
+    """Returns a contiguous copy of the transpose: arithmetic on a strided view would cost more than a matrix product."""
     return matrix.mT.clone(memory_format=torch.contiguous_format)

@@ -1,1 +1,1 @@
-"""What everything rests on: checks, files, precision, CUDA streams and graphs. Knows no layer and no flow."""
+"""Foundations that know nothing of layers or flows: checks, files, memory, precision, threads, CUDA streams and graphs."""

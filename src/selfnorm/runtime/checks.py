@@ -1,4 +1,7 @@
-"""Errors that say who, expected what, and got what. All but `expect_finite` look at shapes and dtypes only, never at a device."""
+"""Checks whose errors say who complains, what was expected, and what was given.
+
+Only `expect_finite` reads values from the device; the others look at shapes, dtypes and plain numbers.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def describe(layer: Describable) -> str:
 
 
 def expect_shape(layer: nn.Module, x: Tensor, *event: int | str) -> None:
-    """Refuse a batch whose shape is not (N, *event); a letter in `event` stands for any size."""
+    """Raises ValueError unless x has shape (N, *event); a letter in `event` stands for any size."""
     matches = x.dim() == len(event) + 1 and all(
         isinstance(want, str) or want == got for want, got in zip(event, x.shape[1:], strict=True)
     )
@@ -32,7 +35,7 @@ def expect_shape(layer: nn.Module, x: Tensor, *event: int | str) -> None:
 
 
 def expect_float(who: str, x: Tensor) -> None:
-    """Refuse integers: a density needs real numbers, and a cast in silence would hide that pixels were not dequantised."""
+    """Raises ValueError unless x is a floating-point tensor: a silent cast of integers would hide missing dequantisation."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{who}: expected a torch.Tensor, got {type(x).__name__}; torch.as_tensor makes one")
     if not x.is_floating_point():
@@ -43,7 +46,7 @@ def expect_float(who: str, x: Tensor) -> None:
 
 
 def expect_like(layer: nn.Module, x: Tensor, other: Tensor) -> None:
-    """Refuse an input in another dtype or on another device than what it is to be put together with."""
+    """Raises ValueError unless x has the dtype and device of `other`, with which it will be combined."""
     if x.device != other.device or x.dtype != other.dtype:
         raise ValueError(
             f"{describe(layer)}: expected {other.dtype} on {other.device}, got {x.dtype} on {x.device}; "
@@ -52,22 +55,22 @@ def expect_like(layer: nn.Module, x: Tensor, other: Tensor) -> None:
 
 
 def expect_batch(layer: nn.Module, x: Tensor) -> None:
-    """Refuse what is not a batch of real examples (N, …), for layers that take any shape."""
+    """Raises ValueError unless x is a floating-point batch (N, …); for layers that take any shape."""
     if x.dim() < 2:
         raise ValueError(f"{describe(layer)}: expected a batch of examples, shape (N, …), got {tuple(x.shape)}")
-    if not x.is_floating_point():  # describing a layer may read its buffers, so only then
+    if not x.is_floating_point():  # only then, because describing a layer may read its buffers
         expect_float(describe(layer), x)
 
 
 def expect_finite(who: str, what: str, value: Tensor, hint: Callable[[], str] = str) -> None:
-    """Refuse NaN and infinity; reads the device. `hint` is asked for more only if there is something to tell."""
+    """Raises ValueError if `value` holds NaN or infinity, with `hint()` appended to the message. Waits for the device."""
     bad = int((~torch.isfinite(value)).sum())
     if bad:
         raise ValueError(f"{who}: expected a finite {what}, got {bad} non-finite of {value.numel()} values{hint()}")
 
 
 def count(who: str, name: str, value: SupportsIndex) -> int:
-    """A whole number of at least one, of whatever integer type."""
+    """Returns `value`, of any integer type, as an int; raises ValueError unless it is at least 1."""
     try:
         number = index(value)
     except TypeError:
@@ -78,7 +81,7 @@ def count(who: str, name: str, value: SupportsIndex) -> int:
 
 
 def pair(who: str, name: str, value: int | Sequence[int]) -> tuple[int, int]:
-    """A size that may be given once for both axes, as (height, width)."""
+    """Returns (height, width) from a pair, or from one number that holds for both."""
     sides = tuple(value) if isinstance(value, Sequence) else (value, value)
     if len(sides) != 2:
         raise ValueError(f"{who}: expected {name} to be a number or (height, width), got {value!r}")
@@ -86,7 +89,7 @@ def pair(who: str, name: str, value: int | Sequence[int]) -> tuple[int, int]:
 
 
 def event_shape(who: str, shape: int | Sequence[int]) -> tuple[int, ...]:
-    """One example's shape, which a single number gives for a vector."""
+    """Returns the shape of one example as a tuple; a single number means a vector."""
     sides = tuple(shape) if isinstance(shape, Sequence) else (shape,)
     if not sides:
         raise ValueError(f"{who}: expected a shape with at least one side, got {shape}")

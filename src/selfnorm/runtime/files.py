@@ -1,4 +1,4 @@
-"""Writing files so that nobody ever sees half of one."""
+"""Atomic writes: a reader finds the old file or the complete new one, never a part."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-os.umask(_UMASK := os.umask(0o077))  # the only way to learn it is to set it
+os.umask(_UMASK := os.umask(0o077))  # the umask can only be read by setting it
 
 
-def partial(path: Path) -> str:
-    """A pattern of the temporary names for a path. The ending stays, since some writers choose a format by it."""
+def temporary_pattern(path: Path) -> str:
+    """Returns the glob pattern of the temporary names for a path, with its suffix, from which some writers choose a format."""
     return f".{path.stem}.*.part{path.suffix}"
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path` to write to; at the end it takes path's place, or vanishes if the writing failed."""
+    """Yields a temporary path in the same folder to write to, then moves it to `path`; removes it if the block raises."""
     if not path.parent.is_dir():
         raise OSError(f"{path}: expected a folder to write it to, got none at {path.parent}")
-    path = path.resolve()  # a link stays a link
-    if path.exists() and not path.is_file():  # or a device such as /dev/stdout would become a file
-        raise OSError(f"{path}: expected a plain file or nothing there yet, got something else")
-    temporary = path.with_name(partial(path).replace("*", secrets.token_hex(4)))
+    path = path.resolve()  # so that a symbolic link stays one
+    if path.exists() and not path.is_file():  # otherwise a device such as /dev/stdout would be replaced by a file
+        raise OSError(f"{path}: expected a regular file or no file yet, got something else")
+    temporary = path.with_name(temporary_pattern(path).replace("*", secrets.token_hex(4)))
     try:
         yield temporary
         with temporary.open("rb+") as written:
-            os.fsync(written.fileno())  # or a power cut could leave the new name on old blocks
-        temporary.chmod(0o666 & ~_UMASK)  # some writers make files that are for their owner alone
+            os.fsync(written.fileno())  # otherwise a power cut could leave the new name without its content
+        temporary.chmod(0o666 & ~_UMASK)  # some writers create files that only their owner can read
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -40,25 +40,25 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_file(path: Path) -> Iterator[BinaryIO]:
-    """The same, opened for writing bytes."""
+    """Like `replacing`, but yields the temporary file, opened for writing bytes."""
     with replacing(path) as temporary, temporary.open("xb") as file:
         yield file
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """JSON as the standard has it: NaN and infinities, for which it has no word, become null."""
-    return json.dumps(_plain(value), allow_nan=False, indent=indent)
+    """Returns standard JSON; NaN and infinities, which it cannot express, become null."""
+    return json.dumps(_without_nan(value), allow_nan=False, indent=indent)
 
 
-def _plain(value: Any) -> Any:
+def _without_nan(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_text(path: Path, text: str) -> None:
-    """The whole text, or nothing."""
+    """Writes a text file atomically."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Capturing CUDA graphs that own all the memory they use, and leave no traces where they fail."""
+"""Capturing CUDA graphs that own all the memory they use, and leave no trace when a capture fails."""
 
 from __future__ import annotations
 
@@ -11,19 +11,14 @@ from typing import Any
 
 import torch
 
-_lock = threading.Lock()
-_captures = 0  # under way
-_collecting = True  # before the first of them
-
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, *, pool: Any = None, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """What is asked of the device in this block goes into the graph, and is not done. Other threads may wait for the device
-    meanwhile.
+    """Records the device work of the block into the graph instead of running it. Other threads may synchronize meanwhile.
 
-    cuBLAS works in memory that it keeps for the next product on the same stream. It is made to forget that before, so that what
-    it takes in here belongs to the graph, and after, so that nobody else works in it: graphs may replay at the same time, and
-    a graph must not use what is given back when another is captured.
+    cuBLAS keeps a workspace for the next product on the same stream. It is cleared before the capture, so that the workspace
+    allocated inside belongs to the graph, and again afterwards, so that nothing else uses it: graphs may replay at the same time,
+    and a graph must not use memory that is freed when another one is captured.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:
@@ -36,28 +31,47 @@ def capturing(graph: torch.cuda.CUDAGraph, *, pool: Any = None, stream: torch.cu
         torch._C._cuda_clearCublasWorkspaces()
 
 
+class _CollectionPause:
+    """Turns Python's garbage collector off while at least one thread holds the pause."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders = 0
+        self._was_enabled = True  # before the first holder
+
+    def acquire(self) -> None:
+        with self._lock:
+            if not self._holders:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._holders += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            if not self._holders and self._was_enabled:
+                gc.enable()
+
+
+_collection_pause = _CollectionPause()
+
+
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """In this block nothing is collected unasked: an older graph that is destroyed while another is captured spoils it
-    (pytorch/pytorch#161037)."""
-    global _captures, _collecting
-    with _lock:  # captures may be under way in several threads
-        if not _captures:
-            _collecting = gc.isenabled()
-            gc.disable()
-        _captures += 1
+    """Pauses automatic garbage collection within the block, which may run in several threads at once.
+
+    Destroying an older graph during a capture would invalidate that capture (pytorch/pytorch#161037).
+    """
+    _collection_pause.acquire()
     try:
         yield
     finally:
-        with _lock:
-            _captures -= 1
-            if not _captures and _collecting:
-                gc.enable()
+        _collection_pause.release()
 
 
 @contextmanager
 def waiting_is_an_error() -> Iterator[None]:
-    """In this block what waits for a CUDA device raises a RuntimeError."""
+    """Raises RuntimeError when code in the block waits for a CUDA device."""
     before = torch.cuda.get_sync_debug_mode()
     try:
         with warnings.catch_warnings():
@@ -70,8 +84,10 @@ def waiting_is_an_error() -> Iterator[None]:
 
 @contextmanager
 def generator_kept(device: torch.device) -> Iterator[None]:
-    """A device's own random generator, whole after a capture in this block that fails: it may still believe in the capture, and
-    would refuse every draw outside of one."""
+    """Restores the device's default random generator if a capture in the block fails.
+
+    A failed capture may leave the generator in capture mode, where it refuses every draw outside of a capture.
+    """
     spare = torch.Generator(device).set_state(torch.cuda.get_rng_state(device))
     try:
         yield

@@ -1,4 +1,4 @@
-"""The most memory that a piece of work held."""
+"""Peak memory of a piece of work."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import torch
 
 try:
     import resource
-except ImportError:  # not on Windows, where the figure is then not known
+except ImportError:  # Windows has no such module; the peak is then unknown
     resource = None  # type: ignore[assignment]
 
 _PROCESS = Path("/proc/self")
 
 
 class PeakMemory:
-    """From its making on: on CUDA the most that torch had allocated there; else how far the process's peak rose above what it
-    held at first, which takes in what torch loads on first use.
+    """Measures peak memory from its creation on.
 
-    Linux can forget an earlier peak. Elsewhere one that was higher hides what came after it. And only the first in a process
-    knows: later ones would find much of what they need already there.
+    On CUDA, that is the most that torch had allocated there. On the CPU, it is how far the peak of the process rose above its
+    size at creation, including what torch loads on first use. Linux can reset the peak of a process; elsewhere an earlier, higher
+    peak hides later ones. On the CPU only the first instance in a process gives a figure: later ones would reuse memory that the
+    process already holds.
     """
 
     _is_first = True
@@ -38,7 +39,7 @@ class PeakMemory:
             self._before = _resident_peak()
 
     def mebibytes(self) -> float | None:
-        """So far; None where it cannot be known."""
+        """Returns the peak so far in MiB, or None where it cannot be measured."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 2**20
         now = None if self._before is None else _resident_peak()
@@ -48,11 +49,11 @@ class PeakMemory:
 
 
 def _resident_peak() -> float | None:
-    """The most MiB of memory that this process has held."""
-    # Not ru_maxrss if there is a choice: on Linux a process starts with its parent's.
+    """Returns the peak resident memory of this process in MiB."""
+    # Preferred to ru_maxrss, which a Linux process inherits from its parent.
     with suppress(OSError, ValueError, IndexError):
         return int((_PROCESS / "status").read_text().split("VmHWM:")[1].split()[0]) / 1024
     if resource is None:
         return None
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, other systems KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20

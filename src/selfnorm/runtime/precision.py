@@ -1,4 +1,4 @@
-"""In which precision products are taken: full float32, TF32, or the coupling networks in bfloat16."""
+"""The precision of matrix products: full float32, TF32, or bfloat16 in coupling networks."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 @contextmanager
 def precision(value: Precision) -> Iterator[None]:
-    """Take products in this precision within the block; what was set before comes back after it.
+    """Sets the precision of products within the block and restores the previous one afterwards.
 
     float32:  full precision everywhere.
-    tf32:     on CUDA, float32 products are rounded to TF32 (10 bits of mantissa) and summed in float32; on the CPU as float32.
-    bf16:     as tf32, and the coupling networks hold their activations in bfloat16 (7 bits) and take its products, summed in
-              float32, on every device. Parameters stay float32, and so do scales, shifts and log-determinants.
+    tf32:     on CUDA, inputs of float32 products are rounded to TF32 (10 bits of mantissa) and summed in float32; no effect on
+              the CPU.
+    bf16:     like tf32; in addition coupling networks keep activations in bfloat16 (7 bits) and multiply in it, summing in
+              float32, on every device. Parameters, scales, shifts and log-determinants stay float32.
 
-    It is read when a layer is called, and by the backward pass when that runs: keep both within the block. A captured graph
-    stays as it was captured.
+    Layers read the setting when they are called, and again in the backward pass: keep both within the block. A captured graph
+    keeps the setting it was captured with.
 
     >>> with precision("bf16"):
     ...     networks_in_bf16()
@@ -48,31 +49,34 @@ def precision(value: Precision) -> Iterator[None]:
 
 
 def networks_in_bf16() -> bool:
-    """Whether coupling networks are to work in bfloat16."""
+    """Whether coupling networks work in bfloat16."""
     return current_step().precision == "bf16"
 
 
 def products_in_tf32() -> bool:
-    """Whether matrix products of float32 numbers may be rounded to TF32 on CUDA. Not so unless somebody asks torch for it."""
+    """Returns whether float32 matrix products may be rounded to TF32 on CUDA; torch's default is no."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def convolutions_in_tf32() -> bool:
-    """The same of convolutions, for which torch does so unless somebody asks it not to."""
+    """Returns whether float32 convolutions may be rounded to TF32 on CUDA; torch's default is yes."""
     return bool(_of_convolutions().fp32_precision == "tf32")
 
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """No rounding of products in here, whatever the precision: for small differences of large numbers, such as I − RW."""
+    """Turns off rounding of products within the block: for small differences of large numbers, such as I − RW."""
     with _rounding(False):
         yield
 
 
 @contextmanager
 def _rounding(to_tf32: bool) -> Iterator[None]:
-    """Round products and convolutions in this block, or do not. Torch has two ways to say so, an old one, which sets the new one
-    too, and a new one, after which it refuses to read the old."""
+    """Allows or forbids TF32 for products and convolutions within the block.
+
+    Torch has an old and a new setting. Writing the old one also sets the new one; after the new one is written, torch refuses to
+    read the old one.
+    """
     matmul, cudnn, conv = torch.backends.cuda.matmul, torch.backends.cudnn, _of_convolutions()
     before = matmul.fp32_precision, conv.fp32_precision
     matmul.allow_tf32 = cudnn.allow_tf32 = to_tf32
@@ -88,5 +92,5 @@ def _of_convolutions() -> Any:
 
 
 def summed_in_float32(a: Tensor, b: Tensor) -> Tensor:
-    """The product of two matrices of bfloat16 numbers, in float32."""
+    """Returns the product of two bfloat16 matrices in float32."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()

@@ -1,4 +1,4 @@
-"""Checkpoints: tensors and plain facts in one safetensors file, which can hold no code."""
+"""Checkpoints: tensors and plain facts in one safetensors file, which cannot contain code."""
 
 from __future__ import annotations
 
@@ -25,37 +25,38 @@ FORMAT = "selfnorm-checkpoint-1"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All that a run needs to go on, or that a flow needs to be built again.
+    """Everything needed to resume a run or to rebuild its flow.
 
-    tensors:   under "loss." the weights and the penalty's multipliers, under "adam." the moments, under "epoch." the metrics of
-               the steps of the epoch under way.
-    progress:  the loop's counters, plain numbers.
+    data:      the fingerprint of the data set.
+    tensors:   under "loss." the weights and the penalty's multipliers, under "adam." the optimiser's moments, under "epoch." the
+               metrics of the current epoch's steps.
+    progress:  the counters of the training loop, plain numbers; see `RunProgress`.
     """
 
     recipe: Recipe
     shape: tuple[int, ...]
     levels: int | None
     columns: tuple[str, ...]
-    data: str  # the fingerprint of the data
+    data: str
     tensors: dict[str, Tensor]
     progress: dict[str, Any]
 
     def part(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors under a prefix, without it."""
+        """Returns the tensors whose names start with a prefix, with the prefix removed."""
         return {name.removeprefix(prefix): value for name, value in self.tensors.items() if name.startswith(prefix)}
 
     def flow(self) -> Flow:
-        """The flow, on the CPU, in eval mode."""
+        """Returns the flow with the stored weights, on the CPU and in eval mode."""
         try:
             flow = build_flow(self.recipe, self.shape, self.levels)
             flow.load_state_dict(self.part("loss.flow."))
-        except (RuntimeError, TypeError, MemoryError, OverflowError) as error:  # the last three of sizes beyond all memory
+        except (RuntimeError, TypeError, MemoryError, OverflowError) as error:  # the last three for absurd sizes
             raise ValueError(f"checkpoint of {self.recipe.name}: expected the recipe's weights, got others: {error}") from None
         return flow.eval()
 
 
-def save(path: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint in one piece: at every moment there is an old one or a new one, never half of one."""
+def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    """Writes a checkpoint atomically: at any time there is an old or a new file, never a partial one."""
     facts = {
         "recipe": asdict(checkpoint.recipe),
         "shape": checkpoint.shape,
@@ -72,8 +73,8 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
             raise OSError(f"{path}: could not be written: {error}") from None
 
 
-def read(path: Path) -> Checkpoint:
-    """Read a checkpoint, or say what is wrong with the file."""
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Returns the checkpoint in a file; raises ValueError that says what is wrong with the file."""
     if not path.is_file():
         raise ValueError(f"{path}: expected a checkpoint, got no such file")
     try:
@@ -96,15 +97,15 @@ def read(path: Path) -> Checkpoint:
 
 
 def load(run_dir_or_checkpoint: str | Path) -> Flow:
-    """The trained flow of a run folder (its best weights) or of one checkpoint file, on the CPU, ready to score and sample."""
-    path = checkpoint_in(Path(run_dir_or_checkpoint))
-    checkpoint = read(path)
+    """Returns the trained flow of a run folder (its best weights) or of a checkpoint file, on the CPU and in eval mode."""
+    path = checkpoint_path(Path(run_dir_or_checkpoint))
+    checkpoint = read_checkpoint(path)
     with located(str(path)):
         return checkpoint.flow()
 
 
-def checkpoint_in(path: Path) -> Path:
-    """The checkpoint meant by a path: itself, or a run folder's best (or, before the first validation, last) one."""
+def checkpoint_path(path: Path) -> Path:
+    """Returns the checkpoint file that a path stands for: in a run folder the best one, or the last one if there is no best."""
     if not path.is_dir():
         return path
     folder = RunFolder(path)
@@ -113,19 +114,19 @@ def checkpoint_in(path: Path) -> Path:
     return folder.best if folder.best.exists() else folder.last
 
 
-def cloned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A copy that training cannot change any more."""
+def detached_copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns copies that later training does not change."""
     return {name: value.detach().clone() for name, value in tensors.items()}
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
-    """Adam's moments, by parameter name."""
+    """Returns Adam's state as tensors named "parameter:key", such as "flow.bijection.0.weight:exp_avg"."""
     state = optimizer.state_dict()["state"]
     return {f"{names[index]}:{key}": value for index, values in state.items() for key, value in values.items()}
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, names: list[str], tensors: dict[str, Tensor]) -> None:
-    """Put moments back where `optimizer_tensors` took them."""
+    """Inverse of `optimizer_tensors`: loads the tensors into an optimiser of the same parameters."""
     state: dict[int, dict[str, Tensor]] = {}
     for name, value in tensors.items():
         parameter, _, key = name.rpartition(":")

@@ -1,4 +1,4 @@
-"""A run's folder: where each of its files is, and the log of its metrics."""
+"""The folder of a run: the paths of its files, its lock, and the log of its metrics."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from selfnorm.runtime.files import json_text, partial, write_text
+from selfnorm.runtime.files import json_text, temporary_pattern, write_text
 from selfnorm.train.recipe import Recipe, from_toml, to_toml
 
 try:
     import fcntl
-except ImportError:  # not on Windows, where runs are then not locked
+except ImportError:  # Windows has no such module; runs are not locked there
     fcntl = None  # type: ignore[assignment]
 
 
 class RunFolder:
-    """The files of one run, by name.
+    """The paths of one run's files, as attributes.
 
     recipe.toml, metrics.jsonl, best.safetensors, last.safetensors, training_scores.npy, samples.png, curves.png, result.json
     """
@@ -33,43 +33,43 @@ class RunFolder:
         self.samples = path / "samples.png"
         self.curves = path / "curves.png"
         self.result = path / "result.json"
-        self._log: TextIO | None = None  # kept open: for a small model, opening it anew is a good part of an epoch
+        self._log: TextIO | None = None  # kept open: reopening it would take a large part of a small model's epoch
 
     def create(self, recipe: Recipe) -> None:
-        """Make the folder for a new run; one that holds anything already is left alone."""
-        self.expect_free()
+        """Creates the folder of a new run and writes its recipe; raises ValueError if the folder is in use."""
+        self.expect_unused()
         self.path.mkdir(parents=True, exist_ok=True)
         write_text(self.recipe, to_toml(recipe))
 
-    def expect_free(self) -> None:
-        """Refuse a folder that holds anything."""
+    def expect_unused(self) -> None:
+        """Raises ValueError unless the folder is missing or empty."""
         if self.recipe.exists():
             raise ValueError(
-                f"{self.path}: expected a folder without a run, got one that has one; go on with it by "
-                f"`selfnorm train --resume {self.path}`, or name another folder"
+                f"{self.path}: expected a folder without a run, got one that holds a run; continue it with "
+                f"`selfnorm train --resume {self.path}`, or choose another folder"
             )
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise ValueError(f"{self.path}: expected a new or empty folder for the run, got one in use; name another")
+            raise ValueError(f"{self.path}: expected a new or empty folder for the run, got one in use; choose another")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from writing to this run meanwhile; a process that is killed lets go of it."""
+        """Locks the run for other processes within the block. The lock is released even if the process is killed."""
         with (self.path / ".lock").open("a") as file:
             if fcntl is not None:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    raise ValueError(f"{self.path}: expected a run that nobody is at, got one that is being trained") from None
+                    raise ValueError(f"{self.path}: expected an idle run, got one that is being trained") from None
             yield
 
-    def sweep(self) -> None:
-        """Remove what a killed process left half-written of the run's own files."""
+    def remove_partial_files(self) -> None:
+        """Removes the temporary files that a killed process left while writing files of this run."""
         for whole in (self.best, self.last, self.scores, self.samples, self.curves, self.result):
-            for path in self.path.glob(partial(whole)):
+            for path in self.path.glob(temporary_pattern(whole)):
                 path.unlink(missing_ok=True)
 
     def read_recipe(self) -> Recipe:
-        """The recipe of the run in this folder."""
+        """Returns the recipe of the run."""
         if not self.recipe.is_file():
             raise ValueError(
                 f"{self.path}: expected a run folder with recipe.toml, got {'none' if self.path.is_dir() else 'no folder'}"
@@ -81,7 +81,7 @@ class RunFolder:
         return from_toml(text, str(self.recipe))
 
     def log(self, record: dict[str, Any]) -> int:
-        """Append a line to the metrics; the file's length after it."""
+        """Appends a record to the metrics and returns the length of the file afterwards."""
         if self._log is None:
             self._log = self.metrics.open("a", encoding="utf-8")
         self._log.write(json_text(record) + "\n")
@@ -89,20 +89,20 @@ class RunFolder:
         return self._log.tell()
 
     def close_log(self) -> None:
-        """Close the metrics file; the next `log` opens it again."""
+        """Closes the metrics file; the next `log` opens it again."""
         if self._log is not None:
             self._log.close()
             self._log = None
 
     def rewind_log(self, length: int) -> None:
-        """Forget the metrics written after a checkpoint that said the file was so long then."""
+        """Removes the metrics written after a checkpoint, given the length of the file at that time."""
         self.close_log()
         if self.metrics.exists() and self.metrics.stat().st_size > length:
             with self.metrics.open("rb+") as file:
                 file.truncate(length)
 
     def read_log(self) -> list[dict[str, Any]]:
-        """All records so far. They are for pictures: a line that was cut off or damaged costs a point there, no more."""
+        """Returns all records so far, skipping damaged lines: they serve figures, where one missing point does not matter."""
         if not self.metrics.exists():
             return []
         records = []

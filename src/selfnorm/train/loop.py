@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -19,12 +18,20 @@ from selfnorm.flow import Flow
 from selfnorm.linalg.neumann import InfiniteVarianceError
 from selfnorm.objective import Loss
 from selfnorm.runtime.precision import precision
+from selfnorm.runtime.threads import cpu_threads
 from selfnorm.train.adam import make_adam, steps_taken
 from selfnorm.train.captured import CapturedStep, can_be_captured
-from selfnorm.train.checkpoint import Checkpoint, cloned, optimizer_tensors, read, restore_optimizer, save
+from selfnorm.train.checkpoint import (
+    Checkpoint,
+    detached_copies,
+    optimizer_tensors,
+    read_checkpoint,
+    restore_optimizer,
+    save_checkpoint,
+)
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.profile import Piece, profile
-from selfnorm.train.progress import Progress
+from selfnorm.train.progress import RunProgress
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.recipes import build_flow, build_loss
 from selfnorm.train.step import EagerStep, Step, diagnosis, learning_rate_at
@@ -64,7 +71,7 @@ class Trainer:
         self._trackers = self.flow.inverse_trackers()
         self._names = [name for name, _ in self.loss.named_parameters()]
         self.optimizer = make_adam(self.loss)
-        self.progress = Progress()
+        self.progress = RunProgress()
         # Surrogate and reconstruction errors of each step of the epoch under way.
         self._metrics = torch.zeros(self.batches.steps_per_epoch, 1 + len(self.flow.reconstruction_names), device=self.device)
         self._step: Step = self._make_step(self.loss, self.optimizer)
@@ -87,7 +94,7 @@ class Trainer:
 
     def start(self) -> None:
         """Data-dependent initialisation; instead of `resume`."""
-        with threads(self.recipe.threads):
+        with cpu_threads(self.recipe.threads):
             self.flow.initialize(self.train.spread(self.recipe.init_examples or self.recipe.batch_size, self.recipe.seed))
         self._best = self._good = self._capture()
 
@@ -104,7 +111,7 @@ class Trainer:
 
         Raises `StoppedError` after SIGINT or SIGTERM, the run saved, and `DivergedError`.
         """
-        with threads(self.recipe.threads), precision(self.recipe.precision), StopRequests() as stop:
+        with cpu_threads(self.recipe.threads), precision(self.recipe.precision), StopRequests() as stop:
             for _ in self.advance(stop):
                 pass
         return self.best()
@@ -132,7 +139,7 @@ class Trainer:
         """The checkpoint of the best validation so far; before the first, of the start."""
         if self._best is None:
             assert self.folder is not None
-            self._best = self._best_on_disk = read(self.folder.best)
+            self._best = self._best_on_disk = read_checkpoint(self.folder.best)
         return self._best
 
     def save(self) -> None:
@@ -144,9 +151,9 @@ class Trainer:
         # The best one first: `last` must never know of a best that is not on disk.
         if self.folder:
             if self._best is not None and self._best is not self._best_on_disk:
-                save(self.folder.best, self._best)
+                save_checkpoint(self.folder.best, self._best)
                 self._best_on_disk = self._best
-            save(self.folder.last, last)
+            save_checkpoint(self.folder.last, last)
         self._saved_at = time.monotonic()
 
     def _loop(self, stop: StopRequests) -> Iterator[None]:
@@ -316,7 +323,7 @@ class Trainer:
 
     def profile(self) -> list[Piece]:
         """Where a step's time goes, at the weights as they are; measured on a copy, so that it leaves no trace."""
-        with threads(self.recipe.threads), precision(self.recipe.precision):
+        with cpu_threads(self.recipe.threads), precision(self.recipe.precision):
             loss = copy.deepcopy(self.loss)
             return profile(self._make_step(loss, make_adam(loss)))
 
@@ -331,12 +338,12 @@ class Trainer:
         tensors |= {"epoch.metrics": self._metrics[:index]}
         data = self.dataset
         return Checkpoint(
-            self.recipe, data.shape, data.levels, data.columns, self._fingerprint, cloned(tensors), asdict(self.progress)
+            self.recipe, data.shape, data.levels, data.columns, self._fingerprint, detached_copies(tensors), asdict(self.progress)
         )
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         try:
-            progress = Progress(**checkpoint.progress)
+            progress = RunProgress(**checkpoint.progress)
             self.loss.load_state_dict(checkpoint.part("loss."))
             restore_optimizer(self.optimizer, self._names, checkpoint.part("adam."))
             known = checkpoint.part("epoch.").get("metrics", self._metrics[:0])  # older ones had but their sums
@@ -346,14 +353,3 @@ class Trainer:
         self.progress.__dict__.update(progress.__dict__)
         self._epoch_at = None
         self._step = self._make_step(self.loss, self.optimizer)
-
-
-@contextmanager
-def threads(number: int | None) -> Iterator[None]:
-    """So many CPU threads, then as many as before; None changes nothing."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

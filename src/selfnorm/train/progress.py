@@ -1,4 +1,4 @@
-"""What the loop remembers from one step to the next, beside tensors, and how it judges a validation."""
+"""The counters that the training loop keeps between steps, and how it judges a validation."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Progress:
-    """Where a run stands."""
+class RunProgress:
+    """How far a run has come; stored in its checkpoints."""
 
     step: int = 0  # steps taken
-    validated: int = 0  # the step of the last validation
-    best_nll: float | None = None  # exact, on the validation part
+    validated: int = 0  # step of the last validation
+    best_nll: float | None = None  # exact, on the validation set
     best_step: int = 0
-    stale: int = 0  # validations since the best
-    worse: int = 0  # validations in a row that were far above the best
+    stale: int = 0  # validations since the best one
+    worse: int = 0  # consecutive validations far above the best
     rollbacks: int = 0
-    log_length: int = 0
-    seconds: float = 0.0
+    log_length: int = 0  # bytes of metrics.jsonl
+    seconds: float = 0.0  # training time so far
 
     def judge(self, nll: float) -> None:
-        """Take in a validation at the present step."""
+        """Updates the counters with the NLL of a validation at the current step."""
         self.validated = self.step
         if self.best_nll is None or nll < self.best_nll:
             self.best_nll, self.best_step = nll, self.step
@@ -31,10 +31,10 @@ class Progress:
 
     @property
     def diverged(self) -> bool:
-        """Far above the best twice running."""
+        """Whether two validations in a row were far above the best."""
         return self.worse >= 2
 
 
 def far_above(nll: float, best: float) -> bool:
-    """More than 5 % above the best, and more than 5 nats."""
+    """Returns whether nll exceeds the best by more than 5 % and by more than 5 nats."""
     return nll > best + max(0.05 * abs(best), 5.0)

@@ -1,4 +1,4 @@
-"""Whole runs: start or resume one, and leave its exact test likelihood, scores and pictures in its folder."""
+"""Complete runs: start or resume them, and write exact test likelihoods, scores and figures into their folders."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from selfnorm.report import figures
 from selfnorm.report.provenance import provenance
 from selfnorm.runtime.files import json_text, replacing, write_text
 from selfnorm.runtime.memory import PeakMemory
-from selfnorm.train.checkpoint import Checkpoint, read
+from selfnorm.runtime.threads import cpu_threads
+from selfnorm.train.checkpoint import Checkpoint, read_checkpoint
 from selfnorm.train.folder import RunFolder
-from selfnorm.train.loop import Report, Trainer, threads
+from selfnorm.train.loop import Report, Trainer
 from selfnorm.train.profile import Piece
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.stopping import DivergedError, StopRequests
@@ -36,7 +37,7 @@ from selfnorm.train.together import run_together
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished run came to: exact likelihoods of its best weights, and where they come from."""
+    """The result of a finished run: exact likelihoods of its best weights, costs and provenance."""
 
     recipe: str
     test: Likelihood
@@ -44,21 +45,21 @@ class Result:
     best_epoch: int
     epochs: int  # actually run
     seconds: float
-    step_seconds: float | None  # of one training step: the median over epochs; None without a log
-    # MiB; see `PeakMemory`. From the building of the trainer to the end of training, of a resumed run that of its last part. None
-    # where it cannot be known.
+    step_seconds: float | None  # of one training step, median over epochs; None without a log
+    # MiB, see `PeakMemory`: from building the trainer to the end of training, of a resumed run since it was resumed. None if it
+    # could not be measured.
     peak_memory: float | None
-    parameters: int  # trainable numbers in the flow
+    parameters: int  # number of trainable values in the flow
     rollbacks: int
     provenance: dict[str, str | None]
 
     @classmethod
     def read(cls, path: Path) -> Result:
-        """As a run left it in its folder."""
+        """Returns the result that a run stored in result.json."""
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
             test = stored["test"]
-            infinite = {"standard_error": math.inf} if test["standard_error"] is None else {}  # for which JSON has no word
+            infinite = {"standard_error": math.inf} if test["standard_error"] is None else {}  # stored as null
             return cls(**{**stored, "test": Likelihood(**{**test, **infinite})})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: expected a run's result, got a missing, damaged or older file ({error})") from None
@@ -74,17 +75,20 @@ def start_run(
     on_profile: Callable[[list[Piece]], None] | None = None,
     save_every: float = 30.0,
 ) -> Result:
-    """Train a recipe into a new folder. `save_every`: seconds between checkpoints; `on_profile` is told first where a step's time
-    goes."""
-    recipe = settled(recipe)
+    """Trains a recipe in a new folder and returns its result.
+
+    save_every:  seconds between checkpoints.
+    on_profile:  called before training with the time that each part of a step takes.
+    """
+    recipe = with_absolute_data_path(recipe)
     dataset = dataset_of(recipe, on_progress)
     memory = PeakMemory(device)
     trainer = Trainer(recipe, dataset, device=device, folder=RunFolder(path), report=report, save_every=save_every)
-    with _new(trainer):
+    with _new_run(trainer):
         if on_profile:
             on_profile(trainer.profile())
         trainer.run()
-        return _finish(trainer, memory)
+        return _finish_run(trainer, memory)
 
 
 def start_runs(
@@ -96,26 +100,28 @@ def start_runs(
     on_progress: OnProgress | None = None,
     save_every: float = 30.0,
 ) -> list[Result | DivergedError]:
-    """Train recipes for the same data at once, in one process, each into a new folder. What they share cannot tell each one's
-    memory, so that is not known."""
-    recipes = [settled(recipe) for recipe in recipes]
+    """Trains recipes for the same data together in one process, each in a new folder; see `run_together`.
+
+    Returns a result, or the error of a diverged run, for each recipe. Peak memory is unknown, because the runs share it.
+    """
+    recipes = [with_absolute_data_path(recipe) for recipe in recipes]
     dataset = dataset_of(recipes[0], on_progress)
     trainers = [
         Trainer(recipe, dataset, device=device, folder=RunFolder(path), report=report, save_every=save_every)
         for recipe, path, report in zip(recipes, paths, reports, strict=True)
     ]
     for path in paths:
-        RunFolder(path).expect_free()  # all of them, before anything is made
+        RunFolder(path).expect_unused()  # check all of them before creating any
     with ExitStack() as locks:
         for trainer in trainers:
-            locks.enter_context(_new(trainer))
+            locks.enter_context(_new_run(trainer))
         diverged = run_together(trainers)
-        return [error or _finish(trainer, None) for trainer, error in zip(trainers, diverged, strict=True)]
+        return [error or _finish_run(trainer, None) for trainer, error in zip(trainers, diverged, strict=True)]
 
 
 @contextmanager
-def _new(trainer: Trainer) -> Iterator[None]:
-    """A trainer that has not begun, in its folder, which is made and locked."""
+def _new_run(trainer: Trainer) -> Iterator[None]:
+    """Initialises a new trainer, creates its folder and holds the folder's lock within the block."""
     assert trainer.folder is not None
     trainer.start()
     trainer.folder.create(trainer.recipe)
@@ -133,11 +139,11 @@ def resume_run(
     on_progress: OnProgress | None = None,
     save_every: float = 30.0,
 ) -> Result:
-    """Go on with the run of a folder where its last checkpoint left it; only what is given here may differ from its recipe."""
+    """Resumes the run in a folder from its last checkpoint. Only the settings given here may differ from its recipe."""
     memory = PeakMemory(device)
-    with _resumed(path, data_dir, on_divergence, device, report, on_progress, save_every) as trainer:
+    with _resumed_run(path, data_dir, on_divergence, device, report, on_progress, save_every) as trainer:
         trainer.run()
-        return _finish(trainer, memory)
+        return _finish_run(trainer, memory)
 
 
 def resume_runs(
@@ -150,21 +156,21 @@ def resume_runs(
     on_progress: OnProgress | None = None,
     save_every: float = 30.0,
 ) -> list[Result | DivergedError]:
-    """Go on with several runs at once, in one process."""
+    """Resumes several runs together in one process; see `start_runs` and `resume_run`."""
     places = [path.resolve() for path in paths]
     if twice := next((path for path, place in zip(paths, places, strict=True) if places.count(place) > 1), None):
         raise ValueError(f"{twice}: expected each run once, got it twice")
     with ExitStack() as stack:
         trainers = [
-            stack.enter_context(_resumed(path, data_dir, on_divergence, device, report, on_progress, save_every))
+            stack.enter_context(_resumed_run(path, data_dir, on_divergence, device, report, on_progress, save_every))
             for path, report in zip(paths, reports, strict=True)
         ]
         diverged = run_together(trainers)
-        return [error or _finish(trainer, None) for trainer, error in zip(trainers, diverged, strict=True)]
+        return [error or _finish_run(trainer, None) for trainer, error in zip(trainers, diverged, strict=True)]
 
 
 @contextmanager
-def _resumed(
+def _resumed_run(
     path: Path,
     data_dir: str | None,
     on_divergence: Literal["stop", "rollback"] | None,
@@ -173,58 +179,59 @@ def _resumed(
     on_progress: OnProgress | None,
     save_every: float,
 ) -> Iterator[Trainer]:
-    """The trainer of a folder, where its last checkpoint left it, the folder locked."""
+    """Yields the trainer of a run, restored from its last checkpoint, and holds the lock of its folder within the block."""
     folder = RunFolder(path)
     stored = folder.read_recipe()
-    # At the start, best is written a moment before last: a kill in between leaves nothing that a new start would not make again.
-    if folder.best.exists() and not folder.last.exists() and read(folder.best).progress["step"] > 0:
+    # At step 0, best is written just before last. If the run was killed in between, it can simply start again.
+    if folder.best.exists() and not folder.last.exists() and read_checkpoint(folder.best).progress["step"] > 0:
         raise ValueError(
-            f"{folder.last}: expected the checkpoint to go on from, got none; {folder.best.name} alone can be used, not resumed"
+            f"{folder.last}: expected the checkpoint to resume from, got none; {folder.best.name} alone can be used, not resumed"
         )
     recipe = replace(stored, data_dir=data_dir or stored.data_dir, on_divergence=on_divergence or stored.on_divergence)
     dataset = dataset_of(recipe, on_progress)
     trainer = Trainer(recipe, dataset, device=device, folder=folder, report=report, save_every=save_every)
     with folder.locked():
-        folder.sweep()
+        folder.remove_partial_files()
         if folder.last.exists():
-            checkpoint = read(folder.last)
+            checkpoint = read_checkpoint(folder.last)
             with located(str(folder.last)):
-                _expect_same(checkpoint, recipe, dataset)
+                _expect_same_recipe_and_data(checkpoint, recipe, dataset)
                 trainer.resume(checkpoint)
-        else:  # stopped before its first checkpoint
+        else:  # it was stopped before its first checkpoint
             trainer.start()
             folder.rewind_log(0)
         yield trainer
 
 
-def _expect_same(checkpoint: Checkpoint, recipe: Recipe, dataset: Dataset) -> None:
-    """Refuse to go on with another recipe or other data than a run began with."""
+def _expect_same_recipe_and_data(checkpoint: Checkpoint, recipe: Recipe, dataset: Dataset) -> None:
+    """Raises ValueError if the recipe or the data differ from those that the run started with."""
     before = replace(checkpoint.recipe, data_dir=recipe.data_dir, on_divergence=recipe.on_divergence)
     changed = [field.name for field in fields(Recipe) if getattr(before, field.name) != getattr(recipe, field.name)]
     if changed:
-        raise ValueError(f"expected the recipe that the run began with, got another {', '.join(changed)} in recipe.toml")
+        raise ValueError(f"expected the recipe that the run started with, got a different {', '.join(changed)} in recipe.toml")
     if checkpoint.data != fingerprint(dataset):
-        raise ValueError(f"expected the data that the run began with, got other data from {recipe.data}")
+        raise ValueError(f"expected the data that the run started with, got other data from {recipe.data}")
 
 
 def free_path(path: Path) -> Path:
-    """The path, or the first with -2, -3, … behind its name that does not exist yet."""
+    """Returns the path if it does not exist yet, else the first free one with -2, -3, … appended to its name."""
     names = (path.with_stem(path.stem if number == 1 else f"{path.stem}-{number}") for number in range(1, 10**6))
     return next(name for name in names if not name.exists())
 
 
-def settled(recipe: Recipe) -> Recipe:
-    """The recipe as its folder has it: the user's own data by an absolute path, to be found again from elsewhere."""
+def with_absolute_data_path(recipe: Recipe) -> Recipe:
+    """Returns the recipe with the path of the user's own data made absolute, so that it is found from any folder."""
     own = Path(recipe.data).expanduser()
     return replace(recipe, data=str(own.resolve())) if recipe.data not in NAMES and own.exists() else recipe
 
 
 def dataset_of(recipe: Recipe, on_progress: OnProgress | None = None) -> Dataset:
-    """The data that a recipe names."""
+    """Returns the data set that a recipe names."""
     return load_dataset(recipe.data, recipe.data_dir, levels=recipe.levels, on_progress=on_progress)
 
 
-def _finish(trainer: Trainer, memory: PeakMemory | None) -> Result:
+def _finish_run(trainer: Trainer, memory: PeakMemory | None) -> Result:
+    """Evaluates the best weights of a trained run, and writes training scores, result.json and figures into its folder."""
     best, folder = trainer.best(), trainer.folder
     assert folder is not None
     peak = memory.mebibytes() if memory else None
@@ -233,7 +240,7 @@ def _finish(trainer: Trainer, memory: PeakMemory | None) -> Result:
     size, seed = recipe.eval_batch_size, recipe.seed
     progress = trainer.progress
     assert progress.best_nll is not None
-    with threads(recipe.threads), StopRequests() as stop:
+    with cpu_threads(recipe.threads), StopRequests() as stop:
         examples = Examples(dataset.test, dataset.levels, device)
         test = likelihood(flow, examples, batch_size=size, samples=recipe.test_samples, seed=seed, watch=stop.check)
         scores = reference_scores(flow, trainer.train, size, seed, watch=stop.check)
@@ -253,10 +260,10 @@ def _finish(trainer: Trainer, memory: PeakMemory | None) -> Result:
             rollbacks=progress.rollbacks,
             provenance=provenance(device),
         )
-        if (earlier := _earlier(folder)) and earlier.seconds == result.seconds:  # it had ended, and was not trained again
+        if (earlier := _previous_result(folder)) and earlier.seconds == result.seconds:  # had already ended
             result = replace(result, peak_memory=earlier.peak_memory, provenance=earlier.provenance)
         write_text(folder.result, json_text(asdict(result), indent=2) + "\n")
-        # Last, since what can go wrong with a picture must not cost the figures.
+        # Last, so that an error in a figure cannot cost the result.
         if records:
             figures.curves(folder.curves, records, flow.reconstruction_names, exact=flow.surrogate_is_exact)
         draw_samples(folder.samples, flow, trainer.train, dataset.columns)
@@ -265,12 +272,13 @@ def _finish(trainer: Trainer, memory: PeakMemory | None) -> Result:
 
 
 def _step_seconds(records: list[dict[str, Any]]) -> float | None:
+    """Returns the median over epochs of the time of one step; None if no record has it."""
     times = [record["step_seconds"] for record in records if isinstance(record.get("step_seconds"), float)]
     return statistics.median(times) if times else None
 
 
-def _earlier(folder: RunFolder) -> Result | None:
-    """What a run had come to before it was resumed, if it had ended by then."""
+def _previous_result(folder: RunFolder) -> Result | None:
+    """Returns the result that the run stored before it was resumed, or None if it had not ended."""
     try:
         return Result.read(folder.result)
     except ValueError:
@@ -278,7 +286,7 @@ def _earlier(folder: RunFolder) -> Result | None:
 
 
 def draw_samples(path: Path, flow: Flow, train: Examples, columns: tuple[str, ...]) -> None:
-    """The sheet of a run: data, samples by the learned inverse, and samples by the exact one from the same z."""
+    """Writes a figure of the data, and of samples by the learned and by the exact inverse from the same z."""
     image = is_image(train.shape, train.levels)
     data = train.spread(64 if image else 1000, seed=0)
     with evaluating(flow):

@@ -1,4 +1,4 @@
-"""Several runs at once in one process: on a GPU each on a stream of its own, so that small models fill a large card."""
+"""Several runs at once in one process. On a GPU each has its own stream, so that small models fill a large card."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from contextlib import nullcontext, suppress
 import torch
 
 from selfnorm.runtime.precision import precision
-from selfnorm.train.loop import Trainer, threads
+from selfnorm.runtime.threads import cpu_threads
+from selfnorm.train.loop import Trainer
 from selfnorm.train.stopping import DivergedError, StoppedError, StopRequests
 
 
 def run_together(trainers: Sequence[Trainer]) -> list[DivergedError | None]:
-    """Train all of them to their ends, in turns; for each, how it diverged, or None.
+    """Trains all runs to completion; returns for each the error with which it diverged, or None.
 
-    They train as each would alone, but take turns after a step, or on a GPU a few: there the work of all of them is under way
-    while the host asks for more. Their recipes may differ in anything but threads and precision, which belong to the process.
-    Raises `StoppedError` after SIGINT or SIGTERM, when all runs are saved. What else goes wrong in one ends all of them, the
-    others saved as far as that is possible.
+    Each run gives the same result as on its own. The runs take turns after every step, or every few steps on a GPU, where the
+    device works on all of them while the host launches more. Their recipes may differ in everything except threads and precision,
+    which belong to the process. After SIGINT or SIGTERM all runs are saved and `StoppedError` is raised. Any other error in one
+    run ends all of them; the others are saved if possible.
     """
     settings = {(trainer.recipe.threads, trainer.recipe.precision) for trainer in trainers}
     if len(settings) != 1:
@@ -26,12 +27,14 @@ def run_together(trainers: Sequence[Trainer]) -> list[DivergedError | None]:
             f"{each.recipe.threads} and {each.recipe.precision} in {each.folder.path if each.folder else each.recipe.name}"
             for each in trainers
         )
-        raise ValueError(f"expected runs at once to have the same threads and precision, got {got}; train them one by one")
+        raise ValueError(
+            f"expected runs trained together to have the same threads and precision, got {got}; train them one by one"
+        )
     ((thread_count, rounding),) = settings
     diverged: list[DivergedError | None] = [None] * len(trainers)
     stopped: StoppedError | None = None
-    with threads(thread_count), precision(rounding), StopRequests() as stop:
-        streams = [_stream(trainer.device) for trainer in trainers]
+    with cpu_threads(thread_count), precision(rounding), StopRequests() as stop:
+        streams = [_own_stream(trainer.device) for trainer in trainers]
         live = {index: trainer.advance(stop) for index, trainer in enumerate(trainers)}
         while live:
             for index, course in list(live.items()):
@@ -52,14 +55,14 @@ def run_together(trainers: Sequence[Trainer]) -> list[DivergedError | None]:
                             trainers[other].save()
                     raise
     if any(trainer.device.type == "cuda" for trainer in trainers):
-        torch.cuda.synchronize()  # what comes next is on another stream
+        torch.cuda.synchronize()  # later work runs on another stream
     if stopped is not None:
         raise stopped
     return diverged
 
 
-def _stream(device: torch.device) -> torch.cuda.StreamContext | nullcontext[None]:
-    """A stream of its own, which waits for what built the run on the default one."""
+def _own_stream(device: torch.device) -> torch.cuda.StreamContext | nullcontext[None]:
+    """Returns a context with a new stream, which first waits for the work that built the run on the current one."""
     if device.type != "cuda":
         return nullcontext()
     stream = torch.cuda.Stream(device)

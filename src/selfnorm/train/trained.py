@@ -1,4 +1,4 @@
-"""What a finished run is good for: evaluating, sampling and scoring with its best weights."""
+"""Using a trained run: evaluate, sample and score with its best weights."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from selfnorm.flow import Flow, Inverse
 from selfnorm.report import figures
 from selfnorm.runtime.files import replacing
 from selfnorm.runtime.precision import Precision
-from selfnorm.train.checkpoint import Checkpoint, checkpoint_in, read
+from selfnorm.runtime.threads import cpu_threads
+from selfnorm.train.checkpoint import Checkpoint, checkpoint_path, read_checkpoint
 from selfnorm.train.folder import RunFolder
-from selfnorm.train.loop import threads
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A run's best checkpoint (or one file of it), ready for use on a device."""
+    """The flow of a run's best checkpoint, or of one checkpoint file, on a device."""
 
     path: Path
     checkpoint: Checkpoint
@@ -39,16 +39,17 @@ class Trained:
 
     @classmethod
     def open(cls, path: Path, device: torch.device | str = "cpu") -> Trained:
+        """Opens a run folder or a checkpoint file."""
         if not path.exists():
             raise ValueError(f"{path}: expected a run folder or a checkpoint, got nothing there")
-        file = checkpoint_in(path)
-        checkpoint = read(file)
+        file = checkpoint_path(path)
+        checkpoint = read_checkpoint(file)
         with located(str(file)):
             flow = checkpoint.flow()
         return cls(file, checkpoint, flow.to(device), torch.device(device))
 
     def examples(self, part: str, data_dir: str | None = None) -> Examples:
-        """A part of the run's own data: train, validation or test."""
+        """Returns a part of the run's own data: "train", "validation" or "test"."""
         recipe = self.checkpoint.recipe
         dataset = load_dataset(recipe.data, data_dir or recipe.data_dir, levels=recipe.levels)
         self._check_shape(dataset.train, recipe.data)
@@ -59,9 +60,9 @@ class Trained:
     def evaluate(
         self, part: str = "test", samples: int | None = None, data_dir: str | None = None, precision: Precision = "float32"
     ) -> Likelihood:
-        """The exact likelihood of a part of the run's data."""
+        """Returns the exact likelihood of a part of the run's data."""
         recipe = self.checkpoint.recipe
-        with threads(recipe.threads):
+        with cpu_threads(recipe.threads):
             return likelihood(
                 self.flow,
                 self.examples(part, data_dir),
@@ -72,23 +73,23 @@ class Trained:
             )
 
     def sample(self, n: int, inverse: Inverse, seed: int) -> Tensor:
-        """n samples in batches, on the CPU."""
+        """Returns n samples on the CPU, drawn in batches."""
         generator = generator_for(self.device, seed, "sample")
         size = self.checkpoint.recipe.eval_batch_size
-        with evaluating(self.flow), threads(self.checkpoint.recipe.threads):
+        with evaluating(self.flow), cpu_threads(self.checkpoint.recipe.threads):
             sampler = Sampler(self.flow, size, inverse, generator)
             batches = [sampler().cpu() for _ in range(n // size)]
             return torch.cat([*batches, self.flow.sample(n % size, inverse, generator).cpu()])
 
     def score(self, file: Path, samples: int = 1, seed: int = 0) -> Scores:
-        """The exact log-likelihood of each row of a file, beside the training data's."""
+        """Returns the exact log-likelihood of each row of a file, and its rank among the training data's."""
         table, columns = read_examples(file)
         table = self._unflattened(self._in_order(table, columns, file), file)
         self._check_shape(table, str(file))
         levels = self.checkpoint.levels
         if levels is not None and int(table.max()) >= levels:
             raise ValueError(f"{file}: expected grey levels below {levels}, as in training, got {int(table.max())}")
-        with threads(self.checkpoint.recipe.threads):
+        with cpu_threads(self.checkpoint.recipe.threads):
             found = mean_log_likelihoods(
                 self.flow,
                 Examples(table, levels, self.device),
@@ -99,7 +100,7 @@ class Trained:
             return Scores.of(found.numpy(), self._training_scores())
 
     def _training_scores(self) -> NDArray[np.float64]:
-        """Of the run's training data, as the run left them for its best weights, else computed anew."""
+        """Returns the sorted scores of training examples: stored by the run for its best weights, else computed."""
         recipe, folder = self.checkpoint.recipe, RunFolder(self.path.parent)
         if self.path.name == folder.best.name and folder.scores.exists():
             try:
@@ -113,6 +114,7 @@ class Trained:
         return fresh
 
     def _in_order(self, table: Tensor, columns: tuple[str, ...], file: Path) -> Tensor:
+        """Returns the table with the columns of the training data, in their order; unnamed columns stay as they are."""
         known = self.checkpoint.columns
         if not known or not columns or columns == known:
             return table
@@ -122,7 +124,7 @@ class Trained:
         return table[:, [columns.index(name) for name in known]]
 
     def _unflattened(self, table: Tensor, file: Path) -> Tensor:
-        """A table as images, if it has a column for each of their pixels, as `write_samples` makes of them for .csv."""
+        """Returns the table as images if it has one column per pixel, the format that `write_samples` uses for .csv."""
         shape, levels = self.checkpoint.shape, self.checkpoint.levels
         if levels is None or table.dim() != 2 or len(shape) == 1 or table.shape[1] != math.prod(shape):
             return table
@@ -146,10 +148,10 @@ class Trained:
 
 @dataclass(frozen=True)
 class Scores:
-    """Rows by their exact log-likelihood.
+    """The rows of a file, compared by their exact log-likelihoods.
 
-    rank:        1 for the least likely row of all.
-    percentile:  per cent of the training examples that are less likely than the row; near 0 for an outlier.
+    rank:        1 for the least likely row.
+    percentile:  percentage of training examples that are less likely than the row; near 0 for an outlier.
     """
 
     log_likelihood: NDArray[np.float64]
@@ -158,13 +160,14 @@ class Scores:
 
     @classmethod
     def of(cls, log_likelihood: NDArray[np.float64], training: NDArray[np.float64]) -> Scores:
+        """Ranks the rows, and compares them with the sorted scores of training examples."""
         rank = np.empty(len(log_likelihood), np.int64)
         rank[np.argsort(log_likelihood, kind="stable")] = np.arange(1, len(log_likelihood) + 1)
         percentile = 100 * np.searchsorted(training, log_likelihood) / len(training)
         return cls(log_likelihood, rank, percentile)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One dict for each row of the file, in its order."""
+        """Returns one dict for each row of the file, in the order of the file."""
         columns = zip(self.log_likelihood.tolist(), self.rank.tolist(), self.percentile.tolist(), strict=True)
         return [
             {"row": row, "log_likelihood": value, "rank": rank, "percentile": percentile}
@@ -173,8 +176,8 @@ class Scores:
 
 
 def write_samples(path: Path, samples: Tensor, levels: int | None, columns: tuple[str, ...]) -> None:
-    """Samples as the file's ending says: .png, images in a grid; .csv, a table; .npy, an array (of images, in uint8)."""
-    if not path.parent.is_dir():  # a figure would make it
+    """Writes samples in the format of the file's suffix: .png, a grid of images; .csv, a table; .npy, an array (uint8 images)."""
+    if not path.parent.is_dir():  # writing a figure would create it
         raise OSError(f"{path}: expected a folder to write it to, got none at {path.parent}")
     suffix = path.suffix.lower()
     image = is_image(tuple(samples.shape[1:]), levels)
@@ -184,7 +187,7 @@ def write_samples(path: Path, samples: Tensor, levels: int | None, columns: tupl
         return
     endings = [*([".png"] if image else []), ".csv", ".npy"]
     if suffix not in endings:
-        raise ValueError(f"{path}: expected an ending among {', '.join(endings)} for such samples, got {suffix or 'none'!r}")
+        raise ValueError(f"{path}: expected the suffix {', '.join(endings)} for these samples, got {suffix or 'none'!r}")
     values = samples.floor().clamp(0, levels - 1).to(torch.uint8) if levels is not None else samples
     with replacing(path) as temporary:
         if suffix == ".npy":

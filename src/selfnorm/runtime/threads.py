@@ -1,0 +1,19 @@
+"""The number of CPU threads that torch computes with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def cpu_threads(number: int | None) -> Iterator[None]:
+    """Runs the block with this number of CPU threads and restores the previous number afterwards; None changes nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
