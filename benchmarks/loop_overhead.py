@@ -17,7 +17,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,10 @@ from record import Cell, at_least, parser, record
 from selfnorm.data import load_dataset
 from selfnorm.data.dataset import Dataset
 from selfnorm.report.provenance import provenance
+from selfnorm.train.experiments import find_recipe
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer, threads
 from selfnorm.train.recipe import Recipe
-from selfnorm.train.recipes import find_recipe
 from selfnorm.train.step import EagerStep, adam
 
 TARGET = 10.0  # per cent
@@ -45,7 +44,7 @@ def fresh(recipe: Recipe, dataset: Dataset, folder: RunFolder | None = None) -> 
 def time_calls(trainer: Trainer, call: Callable[[int, int], object]) -> float:
     """Seconds a step, the first left out."""
     started = 0.0
-    with threads(trainer.recipe.threads):
+    with threads(trainer.recipe.optimiser.threads):
         for step in range(trainer.total):
             call(*divmod(step, trainer.batches.steps_per_epoch))
             started = started or time.perf_counter()
@@ -55,7 +54,7 @@ def time_calls(trainer: Trainer, call: Callable[[int, int], object]) -> float:
 def time_bare(recipe: Recipe, dataset: Dataset) -> float:
     trainer = fresh(recipe, dataset)
     loss, batches, optimizer = trainer.loss, trainer.batches, adam(trainer.loss)
-    optimizer.param_groups[0]["lr"] = recipe.learning_rate / 10
+    optimizer.param_groups[0]["lr"] = recipe.optimiser.learning_rate / 10
 
     def call(epoch: int, index: int) -> None:
         x = batches.batch(epoch, index)
@@ -69,8 +68,8 @@ def time_bare(recipe: Recipe, dataset: Dataset) -> float:
 
 def time_step(recipe: Recipe, dataset: Dataset) -> float:
     trainer = fresh(recipe, dataset)
-    step = EagerStep(trainer.loss, trainer.optimizer, trainer.batches, recipe.clip)
-    return time_calls(trainer, lambda epoch, index: step(epoch, index, recipe.learning_rate / 10))
+    step = EagerStep(trainer.loss, trainer.optimizer, trainer.batches, recipe.optimiser.clip)
+    return time_calls(trainer, lambda epoch, index: step(epoch, index, recipe.optimiser.learning_rate / 10))
 
 
 def time_loop(recipe: Recipe, dataset: Dataset, saves: list[float]) -> float:
@@ -120,8 +119,8 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--rounds", type=at_least(1), default=40)
     chosen = options.parse_args()
-    digits = replace(find_recipe("digits-fc-snf"), epochs=20)
-    mnist = replace(find_recipe("mnist-fc-snf"), epochs=1, threads=1)
+    digits = find_recipe("digits-fc-snf").changed(epochs=20)
+    mnist = find_recipe("mnist-fc-snf").changed(epochs=1, threads=1)
     made_up = torch.randint(256, (2000, 1, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     images = Dataset("made up", made_up, made_up[:100], made_up[:100], levels=256)
     rows = [

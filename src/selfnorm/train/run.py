@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -181,7 +181,7 @@ def _resumed(
         raise ValueError(
             f"{folder.last}: expected the checkpoint to go on from, got none; {folder.best.name} alone can be used, not resumed"
         )
-    recipe = replace(stored, data_dir=data_dir or stored.data_dir, on_divergence=on_divergence or stored.on_divergence)
+    recipe = stored.changed(folder=data_dir or stored.data.folder, on_divergence=on_divergence or stored.optimiser.on_divergence)
     dataset = dataset_of(recipe, on_progress)
     trainer = Trainer(recipe, dataset, device=device, folder=folder, report=report, save_every=save_every)
     with folder.locked():
@@ -199,12 +199,11 @@ def _resumed(
 
 def _expect_same(checkpoint: Checkpoint, recipe: Recipe, dataset: Dataset) -> None:
     """Refuse to go on with another recipe or other data than a run began with."""
-    before = replace(checkpoint.recipe, data_dir=recipe.data_dir, on_divergence=recipe.on_divergence)
-    changed = [field.name for field in fields(Recipe) if getattr(before, field.name) != getattr(recipe, field.name)]
-    if changed:
+    before = checkpoint.recipe.changed(folder=recipe.data.folder, on_divergence=recipe.optimiser.on_divergence)
+    if changed := before.differences(recipe):
         raise ValueError(f"expected the recipe that the run began with, got another {', '.join(changed)} in recipe.toml")
     if checkpoint.data != fingerprint(dataset):
-        raise ValueError(f"expected the data that the run began with, got other data from {recipe.data}")
+        raise ValueError(f"expected the data that the run began with, got other data from {recipe.data.source}")
 
 
 def free_path(path: Path) -> Path:
@@ -215,13 +214,13 @@ def free_path(path: Path) -> Path:
 
 def settled(recipe: Recipe) -> Recipe:
     """The recipe as its folder has it: the user's own data by an absolute path, to be found again from elsewhere."""
-    own = Path(recipe.data).expanduser()
-    return replace(recipe, data=str(own.resolve())) if recipe.data not in NAMES and own.exists() else recipe
+    own = Path(recipe.data.source).expanduser()
+    return recipe.changed(source=str(own.resolve())) if recipe.data.source not in NAMES and own.exists() else recipe
 
 
 def dataset_of(recipe: Recipe, on_progress: OnProgress | None = None) -> Dataset:
     """The data that a recipe names."""
-    return load_dataset(recipe.data, recipe.data_dir, levels=recipe.levels, on_progress=on_progress)
+    return load_dataset(recipe.data.source, recipe.data.folder, levels=recipe.data.levels, on_progress=on_progress)
 
 
 def _finish(trainer: Trainer, memory: PeakMemory | None) -> Result:
@@ -230,12 +229,12 @@ def _finish(trainer: Trainer, memory: PeakMemory | None) -> Result:
     peak = memory.mebibytes() if memory else None
     recipe, dataset, device = trainer.recipe, trainer.dataset, trainer.device
     flow = best.flow().to(device)
-    size, seed = recipe.eval_batch_size, recipe.seed
+    size, seed = recipe.evaluation.batch_size, recipe.optimiser.seed
     progress = trainer.progress
     assert progress.best_nll is not None
-    with threads(recipe.threads), StopRequests() as stop:
+    with threads(recipe.optimiser.threads), StopRequests() as stop:
         examples = Examples(dataset.test, dataset.levels, device)
-        test = likelihood(flow, examples, batch_size=size, samples=recipe.test_samples, seed=seed, watch=stop.check)
+        test = likelihood(flow, examples, batch_size=size, samples=recipe.evaluation.test_samples, seed=seed, watch=stop.check)
         scores = reference_scores(flow, trainer.train, size, seed, watch=stop.check)
         with replacing(folder.scores) as temporary:
             np.save(temporary, scores.numpy())

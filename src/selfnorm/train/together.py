@@ -20,12 +20,11 @@ def run_together(trainers: Sequence[Trainer]) -> list[DivergedError | None]:
     Raises `StoppedError` after SIGINT or SIGTERM, when all runs are saved. What else goes wrong in one ends all of them, the
     others saved as far as that is possible.
     """
-    settings = {(trainer.recipe.threads, trainer.recipe.precision) for trainer in trainers}
+    settings = {(trainer.recipe.optimiser.threads, trainer.recipe.optimiser.precision) for trainer in trainers}
     if len(settings) != 1:
-        got = ", ".join(
-            f"{each.recipe.threads} and {each.recipe.precision} in {each.folder.path if each.folder else each.recipe.name}"
-            for each in trainers
-        )
+        places = [each.folder.path if each.folder else each.recipe.name for each in trainers]
+        optimisers = [each.recipe.optimiser for each in trainers]
+        got = ", ".join(f"{each.threads} and {each.precision} in {at}" for each, at in zip(optimisers, places, strict=True))
         raise ValueError(f"expected runs at once to have the same threads and precision, got {got}; train them one by one")
     ((thread_count, rounding),) = settings
     diverged: list[DivergedError | None] = [None] * len(trainers)
