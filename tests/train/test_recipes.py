@@ -390,6 +390,7 @@ def test_an_unknown_key_lists_the_known_ones(key, hint):
         ("conv", "lu", "selfnorm, exact, tracked, emerging, exp for the model conv"),
         ("glow", "relative", "selfnorm, exact, tracked for the model glow"),
         ("fc", "magic", "got 'magic'"),
+        ("vae", "exact", "one of fc, conv, glow"),
     ],
 )
 def test_a_wrong_kind_is_refused_at_once(model, kind, known):

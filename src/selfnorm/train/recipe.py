@@ -146,10 +146,11 @@ class Recipe:
                 if value is not None and (allowed := RANGES.get(path)) and value not in allowed:
                     raise ValueError(f"expected {path} {allowed}, got {value}")
             model, kind = self.architecture.model, self.architecture.kind
+            if model not in MODEL_KINDS:
+                raise ValueError(f"expected architecture.model to be one of {', '.join(MODEL_KINDS)}, got {model!r}")
             if kind not in MODEL_KINDS[model]:
-                raise ValueError(
-                    f"expected architecture.kind to be one of {', '.join(MODEL_KINDS[model])} for the model {model}, got {kind!r}"
-                )
+                known = ", ".join(MODEL_KINDS[model])
+                raise ValueError(f"expected architecture.kind to be one of {known} for the model {model}, got {kind!r}")
 
     def by_path(self) -> dict[str, Any]:
         """Every setting by its path, such as "optimiser.epochs"; name and paper by these names."""
@@ -165,10 +166,10 @@ class Recipe:
         Paths are passed as in `recipe.changed(**{"optimiser.epochs": 3})`. Raises ValueError for a key that does not exist.
         """
         groups: dict[str, dict[str, Any]] = {}
-        for key, value in settings.items():
-            with located(f"recipe {self.name}"):
+        with located(f"recipe {self.name}"):
+            for key, value in settings.items():
                 group, _, setting = path_of(key).rpartition(".")
-            groups.setdefault(group, {})[setting] = value
+                groups.setdefault(group, {})[setting] = value
         own = {"name": self.name if name is None else name, **groups.pop("", {})}
         return replace(self, **own, **{group: replace(getattr(self, group), **values) for group, values in groups.items()})
 

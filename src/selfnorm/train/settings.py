@@ -44,7 +44,7 @@ def from_mapping(values: Mapping[str, Any], where: str) -> Recipe:
             continue
         if path in read:
             raise ValueError(f"{where}: expected {path} once, got it twice, the second time as {key}")
-        if not _fits(value, TYPES[path]):
+        if not _has_type(value, TYPES[path]):
             raise ValueError(f"{where}: expected {path} to be {_spelled(TYPES[path])}, got {value!r}")
         # TOML and JSON write 1 where a float is meant; a recipe read back must equal the one written.
         read[path] = float(value) if type(value) is int and float in _choices(TYPES[path]) else value
@@ -99,7 +99,7 @@ def _choices(kind: Any) -> tuple[Any, ...]:
     return tuple(get_args(part)[0] if get_origin(part) is Annotated else part for part in parts)
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def _has_type(value: Any, kind: Any) -> bool:
     for choice in _choices(kind):
         if get_origin(choice) is Literal:
             if value in get_args(choice):
