@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-from dataclasses import replace
 
 from record import Cell, parser, record
 from selfnorm.data import load_dataset
@@ -19,9 +18,9 @@ from selfnorm.data.dataset import Dataset
 from selfnorm.evaluate.likelihood import Likelihood, likelihood
 from selfnorm.report.provenance import provenance
 from selfnorm.runtime.threads import cpu_threads
+from selfnorm.train.experiments import find_recipe
 from selfnorm.train.loop import Trainer
 from selfnorm.train.recipe import Recipe
-from selfnorm.train.recipes import find_recipe
 
 TWINS = ("digits-fc-snf", "digits-fc-exact")
 SEEDS = (0, 1, 2)
@@ -34,9 +33,11 @@ def train(recipe: Recipe, dataset: Dataset) -> tuple[Likelihood, int]:
     trainer.start()
     best = trainer.run()
     test = Examples(dataset.test, dataset.levels, trainer.device)
-    found = likelihood(best.flow(), test, batch_size=recipe.eval_batch_size, samples=recipe.test_samples, seed=recipe.seed)
+    size, samples = recipe.evaluation.batch_size, recipe.evaluation.test_samples
+    found = likelihood(best.flow(), test, batch_size=size, samples=samples, seed=recipe.optimiser.seed)
     print(
-        f"{recipe.name}, seed {recipe.seed}: {found}; best epoch {trainer.progress.best_step // trainer.batches.steps_per_epoch} "
+        f"{recipe.name}, seed {recipe.optimiser.seed}: {found}; "
+        f"best epoch {trainer.progress.best_step // trainer.batches.steps_per_epoch} "
         f"of {trainer.epoch}, {trainer.progress.seconds:.0f} s",
         flush=True,
     )
@@ -46,12 +47,12 @@ def train(recipe: Recipe, dataset: Dataset) -> tuple[Likelihood, int]:
 def main() -> None:
     options = parser(__doc__).parse_args()
     recipes = [find_recipe(name) for name in TWINS]
-    dataset = load_dataset(recipes[0].data)
+    dataset = load_dataset(recipes[0].data.source)
     epochs: set[int] = set()
     values: list[list[float]] = []  # a row for each seed, a column for each twin
-    with cpu_threads(recipes[0].threads):
+    with cpu_threads(recipes[0].optimiser.threads):
         for seed in SEEDS:
-            found = [train(replace(recipe, seed=seed), dataset) for recipe in recipes]
+            found = [train(recipe.changed(seed=seed), dataset) for recipe in recipes]
             values.append([test.nll for test, _ in found])
             epochs |= {run for _, run in found}
         source = provenance(command="python benchmarks/digits_twins.py")
@@ -62,7 +63,7 @@ def main() -> None:
         [name, *(round(value, 3) for value in pair), round(pair[0] - pair[1], 3)]
         for name, pair in zip([*(f"seed {seed}" for seed in SEEDS), "mean"], [*values, means], strict=True)
     ]
-    samples = recipes[0].test_samples
+    samples = recipes[0].evaluation.test_samples
     record(
         options.json,
         title="Digits: a self-normalizing flow and its exact-gradient twin",

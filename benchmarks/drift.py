@@ -16,9 +16,9 @@ from record import Cell, at_least, parser, record
 from selfnorm.data import load_dataset
 from selfnorm.evaluate.health import examine
 from selfnorm.report.provenance import provenance
+from selfnorm.train.experiments import find_recipe
 from selfnorm.train.loop import Trainer
-from selfnorm.train.recipe import override
-from selfnorm.train.recipes import find_recipe
+from selfnorm.train.settings import override
 
 COMMON = ("standardize=false", "weight=1", "decay=0")
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -50,7 +50,7 @@ def run(variant: str, epochs: int) -> dict[str, Any]:
             found["nll"].append(event["nll"])
             found["seconds"] = event["seconds"]
 
-    trainer = Trainer(recipe, load_dataset(recipe.data), report=look)
+    trainer = Trainer(recipe, load_dataset(recipe.data.source), report=look)
     trainer.start()
     trainer.run()
     return found

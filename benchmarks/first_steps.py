@@ -23,9 +23,10 @@ from selfnorm.kernels.dispatch import used_on
 from selfnorm.report.provenance import provenance
 from selfnorm.runtime.precision import precision
 from selfnorm.train.adam import make_adam
+from selfnorm.train.build import build_flow, build_loss
 from selfnorm.train.captured import CapturedStep
+from selfnorm.train.experiments import find_recipe
 from selfnorm.train.recipe import Recipe
-from selfnorm.train.recipes import build_flow, build_loss, find_recipe
 from selfnorm.train.run import dataset_of, with_absolute_data_path
 from selfnorm.train.step import EagerStep, Step, learning_rate_at
 
@@ -44,14 +45,14 @@ Rate = Callable[[int], float]  # of a step
 
 def losses(recipe: Recipe, data: Examples, steps: int, rate: Rate, *, captured: bool = False, off: float = 0.0) -> torch.Tensor:
     """Of so many steps from the start, with weights moved by a part of themselves."""
-    torch.manual_seed(recipe.seed)
+    torch.manual_seed(recipe.optimiser.seed)
     loss = build_loss(recipe, build_flow(recipe, data.shape, data.levels)).to(data.device)
-    batches = TrainingBatches(data, recipe.batch_size, recipe.seed, recipe.flip, recipe.jitter)
+    batches = TrainingBatches(data, recipe.optimiser.batch_size, recipe.optimiser.seed, recipe.data.flip, recipe.data.jitter)
     loss.flow.initialize(batches.batch(0, 0))
     with torch.no_grad():
         for parameter in loss.parameters() if off else ():
             parameter.mul_(1 + off * torch.randn_like(parameter))
-    step: Step = (CapturedStep if captured else EagerStep)(loss, make_adam(loss), batches, recipe.clip)
+    step: Step = (CapturedStep if captured else EagerStep)(loss, make_adam(loss), batches, recipe.optimiser.clip)
     found: list[torch.Tensor] = []
     while len(found) < steps:
         taken = len(found)
@@ -63,13 +64,14 @@ def losses(recipe: Recipe, data: Examples, steps: int, rate: Rate, *, captured: 
 
 def compare(recipe: Recipe, data: Examples, steps: int) -> list[Cell]:
     """Losses, and largest differences: at the recipe's rates; at half its rate; of plain steps from other weights."""
-    per_epoch = len(data) // recipe.batch_size
+    chosen = recipe.optimiser
+    per_epoch = len(data) // chosen.batch_size
 
     def scheduled(step: int) -> float:
-        return learning_rate_at(step, per_epoch, recipe.epochs, recipe.learning_rate, recipe.warmup_epochs, recipe.decay)
+        return learning_rate_at(step, per_epoch, chosen.epochs, chosen.learning_rate, chosen.warmup_epochs, chosen.decay)
 
     def half(step: int) -> float:
-        return recipe.learning_rate / 2
+        return chosen.learning_rate / 2
 
     with precision("float32"):
         with used_on():

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from record import Cell, parser, record, run
+from selfnorm.train.experiments import RECIPES
 from selfnorm.train.folder import RunFolder
-from selfnorm.train.recipes import RECIPES
 from selfnorm.train.run import Result
 
 SHOWN = 12

@@ -24,10 +24,10 @@ from typing import Any
 from record import Cell, parser, record
 from selfnorm.report.provenance import provenance
 from selfnorm.train.checkpoint import Checkpoint, read_checkpoint
+from selfnorm.train.experiments import find_recipe
 from selfnorm.train.folder import RunFolder
-from selfnorm.train.recipe import override
-from selfnorm.train.recipes import find_recipe
 from selfnorm.train.run import resume_run, start_run
+from selfnorm.train.settings import override
 
 HALF_WRITTEN = ".*.part*"  # the temporary names of `selfnorm.runtime.files`
 SAVE_EVERY = (0.1, 0.0)  # seconds, by turns; 0 saves after each step
@@ -85,7 +85,7 @@ def kill_once(index: int, path: Path, delay: float, save_every: float) -> float:
     if process.returncode != -signal.SIGKILL:
         raise RuntimeError(f"kills: expected {CASES[index].name} to outlast its kills, got exit code {process.returncode}")
     checkpoint = read_checkpoint(RunFolder(path).last)
-    return checkpoint.recipe.epochs * float(checkpoint.progress["step"]) / int(first[1])
+    return checkpoint.recipe.optimiser.epochs * float(checkpoint.progress["step"]) / int(first[1])
 
 
 def selfnorm(*arguments: str) -> None:

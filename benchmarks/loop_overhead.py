@@ -17,7 +17,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,10 @@ from selfnorm.data.dataset import Dataset
 from selfnorm.report.provenance import provenance
 from selfnorm.runtime.threads import cpu_threads
 from selfnorm.train.adam import make_adam
+from selfnorm.train.experiments import find_recipe
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
 from selfnorm.train.recipe import Recipe
-from selfnorm.train.recipes import find_recipe
 from selfnorm.train.step import EagerStep
 
 TARGET = 10.0  # per cent
@@ -47,7 +46,7 @@ def fresh(recipe: Recipe, dataset: Dataset, folder: RunFolder | None = None) -> 
 def time_calls(trainer: Trainer, call: Callable[[int, int], object]) -> float:
     """Seconds a step, the first left out."""
     started = 0.0
-    with cpu_threads(trainer.recipe.threads):
+    with cpu_threads(trainer.recipe.optimiser.threads):
         for step in range(trainer.total):
             call(*divmod(step, trainer.batches.steps_per_epoch))
             started = started or time.perf_counter()
@@ -57,7 +56,7 @@ def time_calls(trainer: Trainer, call: Callable[[int, int], object]) -> float:
 def time_bare(recipe: Recipe, dataset: Dataset) -> float:
     trainer = fresh(recipe, dataset)
     loss, batches, optimizer = trainer.loss, trainer.batches, make_adam(trainer.loss)
-    optimizer.param_groups[0]["lr"] = recipe.learning_rate / 10
+    optimizer.param_groups[0]["lr"] = recipe.optimiser.learning_rate / 10
 
     def call(epoch: int, index: int) -> None:
         x = batches.batch(epoch, index)
@@ -71,8 +70,8 @@ def time_bare(recipe: Recipe, dataset: Dataset) -> float:
 
 def time_step(recipe: Recipe, dataset: Dataset) -> float:
     trainer = fresh(recipe, dataset)
-    step = EagerStep(trainer.loss, trainer.optimizer, trainer.batches, recipe.clip)
-    return time_calls(trainer, lambda epoch, index: step(epoch, index, recipe.learning_rate / 10))
+    step = EagerStep(trainer.loss, trainer.optimizer, trainer.batches, recipe.optimiser.clip)
+    return time_calls(trainer, lambda epoch, index: step(epoch, index, recipe.optimiser.learning_rate / 10))
 
 
 def time_loop(recipe: Recipe, dataset: Dataset, saves: list[float]) -> float:
@@ -122,8 +121,8 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--rounds", type=at_least(1), default=40)
     chosen = options.parse_args()
-    digits = replace(find_recipe("digits-fc-snf"), epochs=20)
-    mnist = replace(find_recipe("mnist-fc-snf"), epochs=1, threads=1)
+    digits = find_recipe("digits-fc-snf").changed(epochs=20)
+    mnist = find_recipe("mnist-fc-snf").changed(epochs=1, threads=1)
     made_up = torch.randint(256, (2000, 1, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     images = Dataset("made up", made_up, made_up[:100], made_up[:100], levels=256)
     rows = [

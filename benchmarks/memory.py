@@ -13,7 +13,6 @@ import resource
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ import torch
 from record import Cell, parser, record
 from selfnorm.data.dataset import Dataset
 from selfnorm.report.provenance import provenance
+from selfnorm.train.experiments import find_recipe
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
-from selfnorm.train.recipes import find_recipe
 
 RECIPES = ("mnist-fc-snf", "mnist-conv-snf")
 MOST = 2048  # MiB
@@ -50,7 +49,7 @@ def train(name: str) -> dict[str, float]:
             peaks["training" if told["kind"] == "epoch" else "validation"] = peak()
 
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(replace(find_recipe(name), epochs=1), dataset, folder=RunFolder(Path(folder)), report=report)
+        trainer = Trainer(find_recipe(name).changed(epochs=1), dataset, folder=RunFolder(Path(folder)), report=report)
         trainer.start()
         peaks["start"] = peak()
         trainer.run()

@@ -9,7 +9,6 @@ if TF32 moves the likelihood by more than 0.1 nat or bfloat16 by more than 1. Wi
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import Any
 
 from record import Cell, at_least, command, parser, record, run
@@ -18,8 +17,8 @@ from selfnorm.data.batches import Examples
 from selfnorm.evaluate.likelihood import likelihood
 from selfnorm.report.provenance import provenance
 from selfnorm.runtime.precision import PRECISIONS, Precision
+from selfnorm.train.experiments import find_recipe
 from selfnorm.train.loop import Trainer
-from selfnorm.train.recipes import find_recipe
 from selfnorm.train.run import dataset_of, with_absolute_data_path
 
 MOST: dict[Precision, float] = {"float32": 0.0, "tf32": 0.1, "bf16": 1.0}  # nats
@@ -35,14 +34,16 @@ def main() -> None:
     options.add_argument("recipe", nargs="?", default="mnist-glow-snf")
     options.add_argument("--epochs", type=at_least(1), default=10)
     chosen = options.parse_args()
-    recipe = with_absolute_data_path(replace(find_recipe(chosen.recipe), epochs=chosen.epochs, warmup_epochs=1.0))
+    recipe = with_absolute_data_path(find_recipe(chosen.recipe).changed(epochs=chosen.epochs, warmup_epochs=1.0))
     dataset = dataset_of(recipe)
     trainer = Trainer(recipe, dataset, device=the_device("auto"), report=report)
     trainer.start()
     flow = trainer.run().flow().to(trainer.device)
     test = Examples(dataset.test, dataset.levels, trainer.device)
     found = {
-        value: likelihood(flow, test, batch_size=recipe.eval_batch_size, samples=1, seed=recipe.seed, precision=value)
+        value: likelihood(
+            flow, test, batch_size=recipe.evaluation.batch_size, samples=1, seed=recipe.optimiser.seed, precision=value
+        )
         for value in PRECISIONS
     }
     moved = {value: found[value].nll - found["float32"].nll for value in PRECISIONS}

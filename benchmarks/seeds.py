@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,9 +18,9 @@ from record import Cell, at_least, command, parser, record, run
 from selfnorm.cli.options import the_device
 from selfnorm.data.dataset import Dataset
 from selfnorm.report.provenance import provenance
+from selfnorm.train.experiments import find_recipe
 from selfnorm.train.loop import Trainer
 from selfnorm.train.recipe import Recipe
-from selfnorm.train.recipes import find_recipe
 from selfnorm.train.run import dataset_of, with_absolute_data_path
 from selfnorm.train.together import run_together
 
@@ -37,11 +36,11 @@ def milliseconds(recipe: Recipe, dataset: Dataset, seeds: int, device: torch.dev
             ended.append(time.perf_counter())
 
     first = Trainer(recipe, dataset, device=device, report=report)
-    trainers = [first, *(Trainer(replace(recipe, seed=seed), dataset, device=device) for seed in range(1, seeds))]
+    trainers = [first, *(Trainer(recipe.changed(seed=seed), dataset, device=device) for seed in range(1, seeds))]
     for trainer in trainers:
         trainer.start()
     run_together(trainers)
-    epochs = [after - before for before, after in pairwise(ended)][recipe.epochs // 4 :]
+    epochs = [after - before for before, after in pairwise(ended)][recipe.optimiser.epochs // 4 :]
     return 1e3 * statistics.median(epochs) / first.batches.steps_per_epoch
 
 
@@ -55,7 +54,7 @@ def main() -> None:
     device = the_device("auto")
     rows: list[list[Cell]] = []
     for name in chosen.recipes:
-        recipe = with_absolute_data_path(replace(find_recipe(name), epochs=chosen.epochs, validate_every=chosen.epochs))
+        recipe = with_absolute_data_path(find_recipe(name).changed(epochs=chosen.epochs, validate_every=chosen.epochs))
         dataset = dataset_of(recipe)
         times = {seeds: milliseconds(recipe, dataset, seeds, device) for seeds in SEEDS}
         for seeds, taken in times.items():

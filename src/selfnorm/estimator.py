@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from numbers import Real
 from typing import Any, Self
 
@@ -22,8 +21,8 @@ from selfnorm.flow import Flow, Inverse
 from selfnorm.layers.elementwise import Standardize
 from selfnorm.runtime.checks import count
 from selfnorm.runtime.threads import cpu_threads
+from selfnorm.train.experiments import recipe_for
 from selfnorm.train.loop import Trainer
-from selfnorm.train.recipes import recipe_for
 from selfnorm.train.stopping import DivergedError
 
 Floats = NDArray[np.float64]
@@ -95,17 +94,16 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
             standardize.initialize(rows[held_out:])
         rows = standardize(rows)[0].float()
         dataset = Dataset("table", rows[held_out:], rows[:held_out], rows[:held_out])
-        recipe = replace(
-            recipe_for("table", dataset.shape, len(dataset.train), self.max_steps, self.batch_size),
+        recipe = recipe_for("table", dataset.shape, len(dataset.train), self.max_steps, self.batch_size).changed(
             name="SelfNormDensity",
             kind=self.kind,
             standardize=False,
-            weight=self.reconstruction_weight,
+            reconstruction_weight=self.reconstruction_weight,
             patience=self.patience,
             seed=int(random.randint(2**31)),
         )
         given: dict[str, Any] = {"layers": self.layers, "learning_rate": self.learning_rate}
-        recipe = replace(recipe, **{name: value for name, value in given.items() if value is not None})
+        recipe = recipe.changed(**{name: value for name, value in given.items() if value is not None})
         trainer = Trainer(recipe, dataset, device=self.device)
         trainer.start()
         try:

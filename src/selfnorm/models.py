@@ -66,7 +66,7 @@ def fc_flow(
     """Linear layers with an activation between them, on the flattened example; the paper's has 2 of 784.
 
     shape:        one example's shape, such as 784 or (1, 28, 28); samples come back in it.
-    linear:       which layer: selfnorm, exact, tracked, sketch, relative or lu; `docs/methods.md` says when to use which.
+    linear:       which layer: selfnorm, exact, tracked, sketch, relative or lu; `docs/choosing.md` says when to use which.
     levels:       with levels=256 the flow takes dequantised pixels in [0, 256), and its likelihood is in pixel units.
     activation:   leaky, the paper's `SmoothLeakyReLU(alpha)`, or spline, one learned curve of so many bins for each entry.
     rotate:       start the linear layers as random rotations instead of near the identity: better with few dimensions.

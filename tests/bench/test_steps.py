@@ -31,7 +31,8 @@ def test_models_are_recipes_and_more():
     assert MODELS["fc4096-snf"].dimensions == 4096 and MODELS["mnist-fc-bare"].bare
     assert all(model.name == name for name, model in MODELS.items())
     on_cpu, on_gpu = default_models(CPU), default_models(torch.device("cuda"))
-    assert not any(model.recipe.model == "glow" for model in on_cpu) and any(model.recipe.data == "digits" for model in on_cpu)
+    assert not any(model.recipe.architecture.model == "glow" for model in on_cpu)
+    assert any(model.recipe.data.source == "digits" for model in on_cpu)
     assert {"mnist-fc-sketch", "mnist-conv-exp", "cifar10-glow-snf"} <= {model.name for model in on_gpu}
 
 
@@ -140,7 +141,7 @@ def test_floors_are_those_of_the_threads_in_use(monkeypatch):
         return rates[asked[-1]]
 
     monkeypatch.setattr(steps, "measure_ceilings", ceilings)
-    wide = replace(MODELS["digits-fc-snf"], name="wide", recipe=replace(MODELS["digits-fc-snf"].recipe, threads=None))
+    wide = replace(MODELS["digits-fc-snf"], name="wide", recipe=MODELS["digits-fc-snf"].recipe.changed(threads=None))
     chosen = [MODELS["digits-fc-snf"], wide, MODELS["digits-conv-snf"]]
     with cpu_threads(3):
         table, measured = steps_table(chosen, CPU, effort=BRIEF, memory=False, now=now.append)
@@ -155,7 +156,7 @@ def test_floors_are_those_of_the_threads_in_use(monkeypatch):
 
 @pytest.mark.usefixtures("brief")
 def test_only_coupling_networks_have_the_floor_of_bfloat16():
-    small = replace(MODELS["mnist-glow-snf"].recipe, threads=1, blocks=1, steps=1, hidden=4)
+    small = MODELS["mnist-glow-snf"].recipe.changed(threads=1, blocks=1, steps=1, hidden=4)
     glow = replace(MODELS["digits-fc-snf"], name="glow", recipe=small)
     with precision("bf16"):
         table, measured = steps_table([MODELS["digits-fc-snf"], glow], CPU, effort=BRIEF, memory=False)

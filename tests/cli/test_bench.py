@@ -207,4 +207,4 @@ def test_precision_is_set_for_the_run_alone(monkeypatch):
 
 
 def test_every_data_set_of_a_recipe_has_a_shape():
-    assert {model.recipe.data for model in MODELS.values()} <= models.SHAPES.keys()
+    assert {model.recipe.data.source for model in MODELS.values()} <= models.SHAPES.keys()

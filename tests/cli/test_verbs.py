@@ -16,7 +16,7 @@ from PIL import Image
 import selfnorm
 from selfnorm.data import load_dataset
 from selfnorm.train.checkpoint import read_checkpoint
-from selfnorm.train.recipes import RECIPES
+from selfnorm.train.experiments import RECIPES
 from support.commandline import SHORT, VERBS, digest, fails, invoke, numbers, ok, read_csv, write_csv
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -232,7 +232,7 @@ def test_brackets_in_a_path_are_shown(table_run, tmp_path):
 def test_fit_a_table(table_run):
     folder, file = table_run
     recipe = read_checkpoint(folder / "best.safetensors").recipe
-    assert (recipe.name, recipe.model, recipe.data) == ("fit-measured", "fc", str(file))
+    assert (recipe.name, recipe.architecture.model, recipe.data.source) == ("fit-measured", "fc", str(file))
     assert read_checkpoint(folder / "best.safetensors").columns == ("a", "b", "c")
 
 
@@ -242,7 +242,7 @@ def test_fit_small_images(tmp_path):
     folder = tmp_path / "run"
     ok("fit", tmp_path / "images.npy", "--set", "epochs=1", "--set", "layers=1", "--set", "test_samples=1", "--run", folder, "-q")
     checkpoint = read_checkpoint(folder / "best.safetensors")
-    assert (checkpoint.recipe.model, checkpoint.shape, checkpoint.levels) == ("fc", (1, 12, 12), 256)
+    assert (checkpoint.recipe.architecture.model, checkpoint.shape, checkpoint.levels) == ("fc", (1, 12, 12), 256)
     rows = read_csv(ok("score", folder, tmp_path / "images.npy", "--samples", 2))
     assert len(rows) == 60
 
@@ -257,7 +257,7 @@ def test_fit_an_image_folder(tmp_path):
     tiny = ("epochs=1", "steps=1", "hidden=4", "test_samples=1")
     ok("fit", tmp_path / "images", *(part for setting in tiny for part in ("--set", setting)), "--run", folder, "-q")
     checkpoint = read_checkpoint(folder / "best.safetensors")
-    assert (checkpoint.recipe.model, checkpoint.shape, checkpoint.levels) == ("glow", (3, 20, 20), 256)
+    assert (checkpoint.recipe.architecture.model, checkpoint.shape, checkpoint.levels) == ("glow", (3, 20, 20), 256)
     ok("sample", folder, "-n", 4, "-o", tmp_path / "samples.png")
 
 

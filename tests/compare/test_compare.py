@@ -119,8 +119,8 @@ def test_several_seeds_are_a_mean_with_its_own_standard_error(compared, tmp_path
         (("digits-fc-snff",), "did you mean digits-fc-snf?"),
         (("nothing-*",), "expected a pattern that one of digits-fc-snf, "),
         (("digits-fc-snf", "digits-*"), "digits-fc-snf twice"),
-        (("digits-fc-snf", "moons-fc-snf"), "got data digits of digits-fc-snf, moons of moons-fc-snf"),
-        (("mnist-glow-snf", "mnist-fc-snf"), "got jitter 1 of mnist-glow-snf, 0 of mnist-fc-snf"),
+        (("digits-fc-snf", "moons-fc-snf"), "got data.source digits of digits-fc-snf, moons of moons-fc-snf"),
+        (("mnist-glow-snf", "mnist-fc-snf"), "got data.jitter 1 of mnist-glow-snf, 0 of mnist-fc-snf"),
         (("digits-fc-snf", "--set", "epoch=3"), "did you mean epochs?"),
         (("digits-fc-snf", "--set", "kind=magic"), "magic"),
         (
@@ -140,7 +140,7 @@ def test_wrong_arguments(args, said, tmp_path, monkeypatch):
 
 
 def test_another_recipe_in_a_runs_folder_is_left_alone(copy):
-    assert "another epochs" in fails("compare", *NAMES, *SHORT, "--set", "epochs=3", "--run", copy)
+    assert "another optimiser.epochs" in fails("compare", *NAMES, *SHORT, "--set", "epochs=3", "--run", copy)
     (copy / "digits-fc-snf" / "recipe.toml").unlink()
     assert "got something else" in fails("compare", *NAMES, *SHORT, "--run", copy)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from selfnorm.train.recipe import override
-from selfnorm.train.recipes import find_recipe
+from selfnorm.train.experiments import find_recipe
+from selfnorm.train.settings import override
 
 ROOT = Path(__file__).parents[2]
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/howto.md")}

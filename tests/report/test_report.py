@@ -113,7 +113,7 @@ def capture(monkeypatch):
     return drawn
 
 
-def run_records(epochs, layers, weight):
+def run_records(epochs, layers, weight, key="reconstruction_weight"):
     for epoch in range(1, epochs + 1):
         rows = [10.0 * (layer + 1) / epoch for layer in range(layers)]
         yield {
@@ -121,15 +121,16 @@ def run_records(epochs, layers, weight):
             "epoch": epoch,
             "surrogate": 90 + 1e6 / epoch**8,
             "reconstruction": rows,
-            "weight": [weight(epoch)] * layers,
+            key: [weight(epoch)] * layers,
         }
         yield {"kind": "validation", "epoch": epoch, "nll": 100 + abs(epoch - 15) + 1e6 * (epoch == 1)}
     yield {"kind": "note", "text": "not drawn"}
 
 
-def test_curves_mark_the_best_and_survive_a_wild_start(monkeypatch, tmp_path):
+@pytest.mark.parametrize("key", ["reconstruction_weight", "weight"])  # the latter in logs of earlier versions
+def test_curves_mark_the_best_and_survive_a_wild_start(monkeypatch, tmp_path, key):
     drawn = capture(monkeypatch)
-    curves(tmp_path / "c.png", list(run_records(20, 2, lambda epoch: float(epoch))), ["3", "5"])
+    curves(tmp_path / "c.png", list(run_records(20, 2, lambda epoch: float(epoch), key)), ["3", "5"])
     nll, loss, reconstruction, weight = drawn[0].axes
     assert nll.lines[1].get_xydata().tolist() == [[15, 100]]
     assert nll.get_legend().get_texts()[0].get_text() == "best: 100.00 at epoch 15"

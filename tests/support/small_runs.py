@@ -7,11 +7,12 @@ import torch
 from selfnorm.data import load_dataset
 from selfnorm.data.batches import Examples, TrainingBatches
 from selfnorm.train.adam import make_adam
+from selfnorm.train.build import build_flow, build_loss
 from selfnorm.train.checkpoint import read_checkpoint
+from selfnorm.train.experiments import find_recipe
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
-from selfnorm.train.recipe import override
-from selfnorm.train.recipes import build_flow, build_loss, find_recipe
+from selfnorm.train.settings import override
 
 SMALL = ("layers=2", "epochs=6", "validate_every=2", "test_samples=1")
 
@@ -23,7 +24,7 @@ def digits(*settings):
 
 def trained(recipe, **options):
     """Trains a recipe; returns the trainer and its best checkpoint."""
-    trainer = Trainer(recipe, load_dataset(recipe.data), **options)
+    trainer = Trainer(recipe, load_dataset(recipe.data.source), **options)
     trainer.start()
     return trainer, trainer.run()
 
@@ -58,7 +59,9 @@ def made(kind, device, *settings, recipe="digits-fc-snf", block=5):
     recipe = override(find_recipe(recipe), ["standardize=false", *settings])
     data = load_dataset("digits")
     loss = build_loss(recipe, build_flow(recipe, data.shape, data.levels)).to(device)
-    batches = TrainingBatches(Examples(data.train, data.levels, device), recipe.batch_size, recipe.seed, jitter=recipe.jitter)
+    batches = TrainingBatches(
+        Examples(data.train, data.levels, device), recipe.optimiser.batch_size, recipe.optimiser.seed, jitter=recipe.data.jitter
+    )
     batches.block = block
     loss.flow.initialize(batches.batch(0, 0))
-    return kind(loss, make_adam(loss), batches, recipe.clip)
+    return kind(loss, make_adam(loss), batches, recipe.optimiser.clip)

@@ -127,7 +127,7 @@ def test_no_epoch_waits_for_the_device_before_its_end(never_waiting):
     trainer = started("epochs=5", "validate_every=5", "batch_size=20", device="cuda")
     assert isinstance(trainer._step, CapturedStep)
     steps, quietly = trainer.batches.steps_per_epoch, 0
-    with StopRequests() as stop, precision(trainer.recipe.precision):
+    with StopRequests() as stop, precision(trainer.recipe.optimiser.precision):
         pieces = trainer.advance(stop)
         while trainer.epoch < 2:
             next(pieces)

@@ -16,19 +16,20 @@ import selfnorm
 from selfnorm.data import load_dataset
 from selfnorm.train import checkpoint as checkpoints
 from selfnorm.train.checkpoint import FORMAT, load, read_checkpoint, save_checkpoint
+from selfnorm.train.experiments import find_recipe
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
-from selfnorm.train.recipes import find_recipe
+from selfnorm.train.recipe import FLAT_KEYS
 from support.small_runs import same, started
 
-DIGITS = replace(find_recipe("digits-fc-snf"), epochs=2, validate_every=1)
-GLOW = replace(find_recipe("mnist-glow-snf"), name="digits-glow", data="digits", blocks=1, steps=1, hidden=4, epochs=1)
+DIGITS = find_recipe("digits-fc-snf").changed(epochs=2, validate_every=1)
+GLOW = find_recipe("mnist-glow-snf").changed(name="digits-glow", data="digits", blocks=1, steps=1, hidden=4, epochs=1)
 
 
 def train(recipe, path):
     folder = RunFolder(path)
     folder.create(recipe)
-    trainer = Trainer(recipe, load_dataset(recipe.data), folder=folder)
+    trainer = Trainer(recipe, load_dataset(recipe.data.source), folder=folder)
     trainer.start()
     return trainer, trainer.run()
 
@@ -58,6 +59,13 @@ def rewritten(path, change=lambda facts: facts, tensors=lambda tensors: tensors,
     text = changed if isinstance(changed, str) else json.dumps(changed)
     save_file(tensors(stored), path, metadata=metadata({"format": FORMAT, "facts": text}))
     return path
+
+
+def with_setting(facts, key, value):
+    """The facts of a checkpoint whose recipe has another value for a setting, or one that is unknown, within its group."""
+    group, _, name = FLAT_KEYS.get(key, f"data.{key}").partition(".")
+    recipe = facts["recipe"]
+    return {**facts, "recipe": {**recipe, group: {**recipe[group], name: value}}}
 
 
 def refused(path):
@@ -211,7 +219,7 @@ def test_no_facts_at_all(file):
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("colour", "red", "unknown colour"),
+        ("colour", "red", "unknown data.colour"),
         ("epochs", "many", "a whole number"),
         ("layers", True, "a whole number"),
         ("model", "vae", "one of fc, conv, glow"),
@@ -222,7 +230,7 @@ def test_no_facts_at_all(file):
     ],
 )
 def test_a_recipe_with_invalid_settings(file, key, value, said):
-    assert said in refused(rewritten(file, lambda facts: {**facts, "recipe": {**facts["recipe"], key: value}}))
+    assert said in refused(rewritten(file, lambda facts: with_setting(facts, key, value)))
 
 
 @pytest.mark.parametrize(
@@ -240,8 +248,8 @@ def test_weights_that_do_not_fit_the_recipe(file, tensors):
 
 
 def test_weights_of_another_recipe(file):
-    refused(rewritten(file, lambda facts: {**facts, "recipe": {**facts["recipe"], "layers": 3}}))
-    refused(rewritten(file, lambda facts: {**facts, "shape": [1, 4, 4], "recipe": {**facts["recipe"], "layers": 2}}))
+    refused(rewritten(file, lambda facts: with_setting(facts, "layers", 3)))
+    refused(rewritten(file, lambda facts: {**with_setting(facts, "layers", 2), "shape": [1, 4, 4]}))
 
 
 @pytest.mark.parametrize("size", [10**12, 10**30], ids="{:.0e}".format)
@@ -250,9 +258,9 @@ def test_absurd_sizes(tmp_path, file, size):
     train(GLOW, path)
     best = path / "best.safetensors"
     load(best)
-    refused(rewritten(best, lambda facts: {**facts, "recipe": {**facts["recipe"], "hidden": size}}))
+    refused(rewritten(best, lambda facts: with_setting(facts, "hidden", size)))
     for key in ("layers", "steps", "blocks", "kernel_size", "bins"):  # must not loop for ages either
-        refused(rewritten(file, lambda facts, key=key: {**facts, "recipe": {**facts["recipe"], key: size}}))
+        refused(rewritten(file, lambda facts, key=key: with_setting(facts, key, size)))
 
 
 def test_an_absurd_shape(file):

@@ -1,6 +1,5 @@
 """The loop: schedule, exact repeatability through stops and kills, early stopping."""
 
-import dataclasses
 import os
 import signal
 import subprocess
@@ -15,11 +14,11 @@ from selfnorm.data import load_dataset
 from selfnorm.data.batches import Examples
 from selfnorm.evaluate.likelihood import likelihood
 from selfnorm.train.checkpoint import read_checkpoint, save_checkpoint
+from selfnorm.train.experiments import find_recipe
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
-from selfnorm.train.recipe import override
-from selfnorm.train.recipes import find_recipe
 from selfnorm.train.run import resume_run, start_run
+from selfnorm.train.settings import override
 from selfnorm.train.step import learning_rate_at
 from selfnorm.train.stopping import StoppedError
 from support.small_runs import SMALL, assert_same_runs, digits, same, started, trained
@@ -61,7 +60,7 @@ def test_clipping_bounds_the_gradient():
 
 def test_the_same_seed_gives_the_same_bits_and_another_does_not():
     recipe = digits(*SMALL)
-    (_, first), (_, again), (_, other) = (trained(dataclasses.replace(recipe, seed=seed)) for seed in (0, 0, 1))
+    (_, first), (_, again), (_, other) = (trained(recipe.changed(seed=seed)) for seed in (0, 0, 1))
     assert same(first, again)
     assert not same(first, other)
 
@@ -110,8 +109,8 @@ def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, monkeypatch, settings,
 DRIVER = """
 import sys, torch
 from pathlib import Path
-from selfnorm.train.recipe import override
-from selfnorm.train.recipes import find_recipe
+from selfnorm.train.settings import override
+from selfnorm.train.experiments import find_recipe
 from selfnorm.train.run import resume_run, start_run
 folder = Path(sys.argv[1])
 print("ready", flush=True)
@@ -212,8 +211,8 @@ def test_best_is_on_disk_before_a_last_that_knows_of_it(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("file", "change", "words"),
     [
-        ("recipe.toml", ("seed = 0", "seed = 1"), "a different seed"),
-        ("recipe.toml", ("epochs = 6", "epochs = 7"), "a different epochs"),
+        ("recipe.toml", ("seed = 0", "seed = 1"), "a different optimiser.seed"),
+        ("recipe.toml", ("epochs = 6", "epochs = 7"), "a different optimiser.epochs"),
     ],
 )
 def test_a_run_goes_on_only_as_it_began(tmp_path, file, change, words):
@@ -247,8 +246,8 @@ def test_the_best_weights_are_those_of_the_best_validation(tmp_path):
     recipe = digits("epochs=30", "validate_every=5", "weight=0.02", "decay=0")
     trainer, best = trained(recipe)
     validation = Examples(trainer.dataset.validation, 17, CPU)
-    assert likelihood(best.flow(), validation, seed=recipe.seed).nll == trainer.progress.best_nll
-    assert likelihood(trainer.flow, validation, seed=recipe.seed).nll > trainer.progress.best_nll
+    assert likelihood(best.flow(), validation, seed=recipe.optimiser.seed).nll == trainer.progress.best_nll
+    assert likelihood(trainer.flow, validation, seed=recipe.optimiser.seed).nll > trainer.progress.best_nll
 
 
 @pytest.mark.gpu

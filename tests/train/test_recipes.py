@@ -1,6 +1,5 @@
 """Every experiment: its settings as the paper has them, one step of it, and strictness about changes."""
 
-import dataclasses
 import re
 from typing import get_args, get_type_hints
 
@@ -9,9 +8,11 @@ import torch
 
 from selfnorm.data.dataset import Dataset
 from selfnorm.linalg.polish import POLISHES
+from selfnorm.train.build import build_flow, build_loss
+from selfnorm.train.experiments import DEFAULT, RECIPES, find_recipe, recipe_for
 from selfnorm.train.loop import Trainer
-from selfnorm.train.recipe import Recipe, from_toml, override, to_toml
-from selfnorm.train.recipes import DEFAULT, RECIPES, build_flow, build_loss, find_recipe, idle_settings, recipe_for
+from selfnorm.train.recipe import ArchitectureSettings, ObjectiveSettings, Recipe
+from selfnorm.train.settings import from_mapping, from_toml, override, to_toml
 
 SHAPES = {"digits": ((1, 8, 8), 17), "mnist": ((1, 28, 28), 256), "cifar10": ((3, 32, 32), 256), "imagenet32": ((3, 32, 32), 256)}
 NAMED = {
@@ -34,18 +35,18 @@ NAMED = {
 
 def made_up(recipe, n=4):
     """Random data of the recipe's shape."""
-    shape, levels = SHAPES.get(recipe.data, ((2,), None))
+    shape, levels = SHAPES.get(recipe.data.source, ((2,), None))
     generator = torch.Generator().manual_seed(0)
     if levels is None:
         parts = [torch.randn(n, *shape, generator=generator, dtype=torch.float32) for _ in range(3)]
     else:
         parts = [torch.randint(0, levels, (n, *shape), generator=generator, dtype=torch.uint8) for _ in range(3)]
-    return Dataset(recipe.data, *parts, levels)
+    return Dataset(recipe.data.source, *parts, levels)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_takes_a_step(name):
-    recipe = dataclasses.replace(RECIPES[name], batch_size=2, init_examples=2)
+    recipe = RECIPES[name].changed(batch_size=2, init_examples=2)
     trainer = Trainer(recipe, made_up(recipe))
     trainer.start()
     before = {key: value.clone() for key, value in trainer.loss.named_parameters()}
@@ -55,7 +56,7 @@ def test_every_recipe_takes_a_step(name):
     changed = {key for key, value in trainer.loss.named_parameters() if not torch.equal(value, before[key])}
     linear = {key for key in before if re.search(r"\.weight(_inv)?$", key) and "net" not in key}
     assert linear <= changed
-    assert any(key.endswith("weight_inv") for key in linear) == (recipe.kind == "selfnorm")
+    assert any(key.endswith("weight_inv") for key in linear) == (recipe.architecture.kind == "selfnorm")
 
 
 def test_the_names_that_people_were_promised():
@@ -90,7 +91,7 @@ def test_settings_are_the_papers(pattern, settings):
     matching = [recipe for name, recipe in RECIPES.items() if re.fullmatch(pattern, name)]
     assert matching
     for recipe in matching:
-        assert {key: getattr(recipe, key) for key in settings} == settings, recipe.name
+        assert settings.items() <= recipe.flat().items(), recipe.name
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -99,9 +100,8 @@ def test_toml_round_trip(name):
 
 
 def test_toml_round_trip_of_awkward_values():
-    recipe = Recipe(
-        'q"uote\\ and é 😀\x7f\n', data="C:\\dir", weight=1e-7, clip=1e22, learning_rate=0.1 + 0.2, levels=17, patience=3
-    )
+    settings = {"data": "C:\\dir", "weight": 1e-7, "clip": 1e22, "learning_rate": 0.1 + 0.2, "levels": 17, "patience": 3}
+    recipe = Recipe('q"uote\\ and é 😀\x7f\n').changed(**settings)
     assert from_toml(to_toml(recipe), "here") == recipe
 
 
@@ -109,9 +109,10 @@ def test_overrides_are_read_by_their_type():
     changed = override(
         find_recipe(DEFAULT), ["weight=3", "clip=1e4", "flip=TRUE", "epochs = 7", "model=conv", "data=a=b", "patience=none"]
     )
-    assert (changed.weight, changed.clip, changed.flip, changed.epochs) == (3.0, 1e4, True, 7)
-    assert isinstance(changed.weight, float)
-    assert (changed.model, changed.data, changed.patience) == ("conv", "a=b", None)
+    assert (changed.objective.reconstruction_weight, changed.optimiser.clip) == (3.0, 1e4)
+    assert (changed.data.flip, changed.optimiser.epochs) == (True, 7)
+    assert isinstance(changed.objective.reconstruction_weight, float)
+    assert (changed.architecture.model, changed.data.source, changed.evaluation.patience) == ("conv", "a=b", None)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_flows_are_built_from_the_seed_alone():
         assert torch.equal(torch.get_rng_state(), state), "the caller's random state is left alone"
         return flow
 
-    first, again, other = build(recipe), build(recipe), build(dataclasses.replace(recipe, seed=1))
+    first, again, other = build(recipe), build(recipe), build(recipe.changed(seed=1))
     assert first.bijection[4].weight.dtype == torch.float32, "in float32, whatever the default (here float64)"
     assert torch.get_default_dtype() == torch.float64
     assert torch.equal(first.bijection[4].weight, again.bijection[4].weight)
@@ -185,8 +186,8 @@ def test_flows_are_built_from_the_seed_alone():
 @pytest.mark.parametrize("examples", [3, 1000, 10**6])
 def test_a_recipe_for_any_shape_and_size(shape, model, examples):
     recipe = recipe_for("somewhere.csv", shape, examples)
-    assert recipe.model == model
-    steps = recipe.epochs * max(1, examples // recipe.batch_size)
+    assert recipe.architecture.model == model
+    steps = recipe.optimiser.epochs * max(1, examples // recipe.optimiser.batch_size)
     assert 2500 <= steps <= 10_000
 
 
@@ -197,22 +198,22 @@ def test_what_holds_the_inverse_reaches_the_loss_and_survives_a_file():
     loss = build_loss(recipe, build_flow(recipe, (1, 8, 8), 17))
     assert (loss.polish, loss.polish_every, loss.debias, loss.debias_keep, loss.probes) == ("low-rank", 7, 3, 0.25, 2)
     assert loss.symmetric
-    assert override(recipe, ["polish=None"]).polish is None
+    assert override(recipe, ["polish=None"]).objective.polish is None
 
 
 def test_recipes_know_every_polish():
-    (literal,) = (choice for choice in get_args(get_type_hints(Recipe)["polish"]) if choice is not type(None))
+    (literal,) = (choice for choice in get_args(get_type_hints(ObjectiveSettings)["polish"]) if choice is not type(None))
     assert set(get_args(literal)) == set(POLISHES)
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("debias_keep=1", "expected debias_keep between 0 and 1"),
-        ("debias_keep=0", "expected debias_keep between 0 and 1"),
-        ("polish_every=0", "expected polish_every at least 1"),
-        ("debias=-1", "expected debias at least 0"),
-        ("learning_rate=0", "expected learning_rate above 0"),
+        ("debias_keep=1", "expected objective.debias_keep between 0 and 1"),
+        ("debias_keep=0", "expected objective.debias_keep between 0 and 1"),
+        ("polish_every=0", "expected objective.polish_every at least 1"),
+        ("debias=-1", "expected objective.debias at least 0"),
+        ("learning_rate=0", "expected optimiser.learning_rate above 0"),
         ("polish=shine", "--set polish: expected one of newton-schulz"),
     ],
 )
@@ -221,7 +222,186 @@ def test_nonsense_about_the_inverse_is_refused(setting, message):
         override(find_recipe("digits-fc-snf"), [setting])
 
 
-def test_idle_settings():
+def test_settings_without_effect():
     settings = ["polish=low-rank", "probes=2"]
-    assert idle_settings(override(find_recipe("digits-fc-lu"), settings)) == ["probes", "polish"]
-    assert idle_settings(override(find_recipe("digits-fc-snf"), settings)) == []
+    assert override(find_recipe("digits-fc-lu"), settings).without_effect() == ["probes", "polish"]
+    assert override(find_recipe("digits-fc-snf"), settings).without_effect() == []
+
+
+# The keys of recipes before there were groups: the path of each, and a value other than the default.
+FLAT = {
+    "paper": ("paper", "table 9"),
+    "data": ("data.source", "mnist"),
+    "data_dir": ("data.folder", "somewhere"),
+    "levels": ("data.levels", 16),
+    "flip": ("data.flip", True),
+    "jitter": ("data.jitter", 2),
+    "model": ("architecture.model", "glow"),
+    "kind": ("architecture.kind", "exact"),
+    "layers": ("architecture.layers", 7),
+    "activation": ("architecture.activation", "spline"),
+    "alpha": ("architecture.alpha", 0.75),
+    "bins": ("architecture.bins", 9),
+    "rotate": ("architecture.rotate", True),
+    "blocks": ("architecture.blocks", 4),
+    "layers_per_block": ("architecture.layers_per_block", 6),
+    "steps": ("architecture.steps_per_block", 4),
+    "hidden": ("architecture.hidden", 32),
+    "kernel_size": ("architecture.kernel_size", 5),
+    "inverse_kernel_size": ("architecture.inverse_kernel_size", 7),
+    "standardize": ("architecture.standardize", True),
+    "penalty": ("objective.penalty", "mdmm"),
+    "weight": ("objective.reconstruction_weight", 10.0),
+    "tolerance": ("objective.tolerance", 0.25),
+    "weight_rate": ("objective.multiplier_rate", 0.5),
+    "damping": ("objective.damping", 2.0),
+    "probes": ("objective.probes", 3),
+    "symmetric": ("objective.symmetric", True),
+    "polish": ("objective.polish", "tap-mean"),
+    "polish_every": ("objective.polish_every", 11),
+    "debias": ("objective.debias", 5),
+    "debias_keep": ("objective.debias_keep", 0.125),
+    "epochs": ("optimiser.epochs", 13),
+    "batch_size": ("optimiser.batch_size", 17),
+    "learning_rate": ("optimiser.learning_rate", 0.0625),
+    "warmup_epochs": ("optimiser.warmup_epochs", 1.5),
+    "decay": ("optimiser.decay", 0.375),
+    "clip": ("optimiser.clip", 1000.0),
+    "graphs": ("optimiser.graphs", False),
+    "precision": ("optimiser.precision", "bf16"),
+    "init_examples": ("optimiser.init_examples", 19),
+    "seed": ("optimiser.seed", 23),
+    "on_divergence": ("optimiser.on_divergence", "rollback"),
+    "threads": ("optimiser.threads", 2),
+    "validate_every": ("evaluation.validate_every", 29),
+    "patience": ("evaluation.patience", 31),
+    "eval_batch_size": ("evaluation.batch_size", 37),
+    "test_samples": ("evaluation.test_samples", 41),
+}
+EARLIER_TOML = """\
+name = "mine"
+paper = "table 9"
+data = "digits"
+# data_dir is not set
+levels = 16
+model = "glow"
+kind = "tracked"
+steps = 4
+penalty = "geco"
+weight = 1000
+# weight_rate is not set
+eval_batch_size = 37
+batch_size = 17
+"""
+
+
+def other_values():
+    """A recipe in which every setting but its name differs from the default."""
+    return Recipe("mine").changed(**{key: value for key, (_, value) in FLAT.items()})
+
+
+def test_every_earlier_key_is_known():
+    """There were 48 of them, in this order; `selfnorm recipes NAME --json` prints them still."""
+    assert list(Recipe("mine").flat()) == ["name", *FLAT] and len(FLAT) == 47
+    assert list(Recipe("mine").by_path()) == ["name", *(path for path, _ in FLAT.values())]
+    assert other_values().flat() == {"name": "mine", **{key: value for key, (_, value) in FLAT.items()}}
+    assert other_values().differences(Recipe("mine")) == [path for path, _ in FLAT.values()]
+
+
+@pytest.mark.parametrize("key", FLAT)
+def test_paths_and_earlier_keys_mean_the_same(key):
+    path, value = FLAT[key]
+    default = Recipe("mine")
+    flat, dotted, changed = (
+        override(default, [f"{key}={value}"]),
+        override(default, [f"{path}={value}"]),
+        default.changed(**{key: value}),
+    )
+    assert flat == dotted == changed == default.changed(**{path: value}) != default
+    assert flat.by_path() == {**default.by_path(), path: value}
+    assert from_mapping({"name": "mine", key: value}, "here") == flat == from_toml(to_toml(flat), "here")
+
+
+@pytest.mark.parametrize("name", ["source", "folder", "steps_per_block", "reconstruction_weight", "multiplier_rate"])
+def test_new_names_need_no_group(name):
+    path, value = next((path, value) for path, value in FLAT.values() if path.endswith(f".{name}"))
+    assert override(Recipe("mine"), [f"{name}={value}"]) == Recipe("mine").changed(**{path: value})
+
+
+def test_a_batch_size_without_a_group_is_the_optimisers():
+    recipe = override(Recipe("mine"), ["batch_size=7", "evaluation.batch_size=9"])
+    assert (recipe.optimiser.batch_size, recipe.evaluation.batch_size) == (7, 9)
+
+
+def test_toml_has_a_table_for_each_group():
+    text = to_toml(other_values())
+    assert re.findall(r"^\[(.*)\]$", text, re.MULTILINE) == ["data", "architecture", "objective", "optimiser", "evaluation"]
+    assert "[objective]\npenalty" in text and "reconstruction_weight = 10.0\n" in text
+    assert from_toml(text, "here") == other_values()
+    assert "# inverse_kernel_size is not set\n" in to_toml(Recipe("mine"))
+
+
+def test_a_file_of_an_earlier_version_is_read():
+    recipe = from_toml(EARLIER_TOML, "here")
+    expected = {"levels": 16, "model": "glow", "kind": "tracked", "steps": 4, "penalty": "geco", "weight": 1000.0}
+    assert recipe == Recipe("mine", "table 9").changed(**expected, eval_batch_size=37, batch_size=17)
+    assert isinstance(recipe.objective.reconstruction_weight, float)
+    assert from_toml(to_toml(recipe), "here") == recipe
+
+
+def test_a_mapping_of_an_earlier_version_is_read():
+    flat = other_values().flat()
+    assert from_mapping(flat, "here") == other_values()
+    assert from_mapping({**flat, "clip": None, "threads": None}, "here") == other_values().changed(clip=None, threads=None)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('name = "x"\n[optimiser]\nepoch = 3', "optimiser.epochs.*unknown optimiser.epoch"),
+        ('name = "x"\n[optimizer]\nepochs = 3', "unknown optimizer"),
+        ('name = "x"\n[objective]\nweight = 3', "unknown objective.weight"),
+        ('name = "x"\nepochs = 3\n[optimiser]\nepochs = 3', "optimiser.epochs once"),
+        ('name = "x"\n[optimiser]\nepochs = "3"', "expected optimiser.epochs to be a whole number"),
+        ('name = "x"\n[optimiser]\nepochs = 0', "expected optimiser.epochs at least 1"),
+        ('name = "x"\n[architecture]\nkind = "emerging"', "expected architecture.kind to be one of selfnorm"),
+        ('name = "x"\narchitecture = 3', "unknown architecture"),
+        ('name = "x"\ndata = 3', "expected data.source to be text"),
+    ],
+)
+def test_wrong_groups_are_refused(text, words):
+    with pytest.raises(ValueError, match=f"here.*{words}"):
+        from_toml(text, "here")
+
+
+@pytest.mark.parametrize(("key", "hint"), [("epoch", "epochs"), ("optimizer.epochs", "optimiser.epochs"), ("wieght", "weight")])
+def test_an_unknown_key_lists_the_known_ones(key, hint):
+    recipe = Recipe("mine")
+    for attempt in (lambda: recipe.changed(**{key: 3}), lambda: override(recipe, [f"{key}=3"])):
+        with pytest.raises(ValueError, match=re.escape(f"got {key!r}; did you mean {hint}?")) as caught:
+            attempt()
+        assert all(path in str(caught.value) for path, _ in FLAT.values())
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "known"),
+    [
+        ("fc", "emerging", "selfnorm, exact, tracked, sketch, relative, lu for the model fc"),
+        ("conv", "lu", "selfnorm, exact, tracked, emerging, exp for the model conv"),
+        ("glow", "relative", "selfnorm, exact, tracked for the model glow"),
+        ("fc", "magic", "got 'magic'"),
+        ("vae", "exact", "one of fc, conv, glow"),
+    ],
+)
+def test_a_wrong_kind_is_refused_at_once(model, kind, known):
+    with pytest.raises(ValueError, match=known):
+        Recipe("mine", architecture=ArchitectureSettings(model, kind))
+    with pytest.raises(ValueError, match=known):
+        override(Recipe("mine"), [f"model={model}", f"kind={kind}"])
+
+
+def test_a_kind_may_change_together_with_the_model():
+    recipe = override(find_recipe("digits-fc-lu"), ["kind=emerging", "model=conv"])
+    assert (recipe.architecture.model, recipe.architecture.kind) == ("conv", "emerging")
+    with pytest.raises(ValueError, match=r"recipe digits-fc-lu: expected architecture\.kind"):
+        override(find_recipe("digits-fc-lu"), ["model=conv"])

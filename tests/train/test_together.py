@@ -26,12 +26,12 @@ def silent(record):
 @pytest.mark.parametrize("kind", ["selfnorm", "sketch"])
 def test_each_run_is_the_same_as_alone(tmp_path, device, kind):
     recipes = [digits(*SMALL, f"kind={kind}", f"seed={seed}", "precision=float32") for seed in (0, 5)]
-    paths = [tmp_path / str(recipe.seed) for recipe in recipes]
+    paths = [tmp_path / str(recipe.optimiser.seed) for recipe in recipes]
     results = start_runs(recipes, paths, device=device, reports=[silent] * 2)
     assert all(isinstance(result, Result) and result.peak_memory is None for result in results)
     for recipe, path in zip(recipes, paths, strict=True):
-        start_run(recipe, tmp_path / f"alone-{recipe.seed}", device=device)
-        assert_same_runs(path, tmp_path / f"alone-{recipe.seed}")
+        start_run(recipe, tmp_path / f"alone-{recipe.optimiser.seed}", device=device)
+        assert_same_runs(path, tmp_path / f"alone-{recipe.optimiser.seed}")
 
 
 def test_a_diverging_run_does_not_affect_the_others(tmp_path):
@@ -65,7 +65,9 @@ def test_the_command_trains_seeds_together_and_prints_their_mean(tmp_path):
     short = ["--set", "epochs=2", "--set", "warmup_epochs=1"]
     said = ok("train", "digits-fc-snf", *short, "--seeds", "2", "--seed", "7", "--run", tmp_path / "run", "-q")
     assert "over 2 of 2 seeds" in said
-    seeds = [read_checkpoint(path / "last.safetensors").recipe.seed for path in (tmp_path / "run", tmp_path / "run-seed8")]
+    seeds = [
+        read_checkpoint(path / "last.safetensors").recipe.optimiser.seed for path in (tmp_path / "run", tmp_path / "run-seed8")
+    ]
     assert seeds == [7, 8]
     lines = ok("train", "digits-fc-snf", *short, "--seeds", "2", "--run", tmp_path / "other", "--json").splitlines()
     records = [json.loads(line) for line in lines]

@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from selfnorm.train.experiments import RECIPES
 from selfnorm.train.recipe import Recipe
-from selfnorm.train.recipes import RECIPES
 
 # One example's shape, and grey levels.
 SHAPES: dict[str, tuple[tuple[int, ...], int | None]] = {
@@ -53,12 +53,12 @@ class Model:
     @property
     def family(self) -> tuple[str, tuple[int, ...], int | None]:
         """Models of one family differ in their layers alone; they are timed in turn, with as many CPU threads."""
-        return self.recipe.model, self.shape, self.recipe.threads
+        return self.recipe.architecture.model, self.shape, self.recipe.optimiser.threads
 
     @property
     def couples(self) -> bool:
         """Whether it has coupling networks, which work in bfloat16 where that is asked for."""
-        return self.recipe.model == "glow"
+        return self.recipe.architecture.model == "glow"
 
     @property
     def dimensions(self) -> int:
@@ -66,11 +66,11 @@ class Model:
 
 
 def _known() -> dict[str, Model]:
-    models = {name: Model(name, recipe, *SHAPES[recipe.data]) for name, recipe in RECIPES.items()}
+    models = {name: Model(name, recipe, *SHAPES[recipe.data.source]) for name, recipe in RECIPES.items()}
     for name, side in (("fc3072", None), ("fc4096", 64)):
         for kind in ("snf", "exact"):
             shape = (3, 32, 32) if side is None else (1, side, side)
-            models[f"{name}-{kind}"] = Model(f"{name}-{kind}", replace(RECIPES[f"mnist-fc-{kind}"], threads=None), shape, 256)
+            models[f"{name}-{kind}"] = Model(f"{name}-{kind}", RECIPES[f"mnist-fc-{kind}"].changed(threads=None), shape, 256)
     for name in ("mnist-fc", "fc3072"):
         models[f"{name}-bare"] = replace(models[f"{name}-snf"], name=f"{name}-bare", bare=True)
     return models

@@ -85,7 +85,7 @@ def memory_table(
     rows: list[list[Cell]] = []
     details, failures, before = [], [], Conditions.now(device)
     whole = [model for model in models if not model.bare]
-    used = {model.recipe.threads or torch.get_num_threads() for model in whole}
+    used = {model.recipe.optimiser.threads or torch.get_num_threads() for model in whole}
     with measuring(device) as stop:
         for model in whole:
             now(f"{model.name}: its peak memory")
@@ -186,5 +186,5 @@ def _in_this_process(model: Model) -> Memory:
 
 if __name__ == "__main__":
     asked = MODELS[sys.argv[1]]
-    with precision(sys.argv[2]), cpu_threads(asked.recipe.threads):  # type: ignore[arg-type]
+    with precision(sys.argv[2]), cpu_threads(asked.recipe.optimiser.threads):  # type: ignore[arg-type]
         print(json.dumps(asdict(_in_this_process(asked))))

@@ -103,7 +103,7 @@ def measure_steps(
     effort = effort or Effort()
     ceilings: dict[tuple[int | None, bool], Ceilings] = {}
     for family in families(models):
-        with cpu_threads(family[0].recipe.threads):
+        with cpu_threads(family[0].recipe.optimiser.threads):
             number = torch.get_num_threads() if device.type == "cpu" else None
             at = number, networks_in_bf16() and family[0].couples
             if at not in ceilings:
@@ -140,7 +140,7 @@ def steps_table(
     with measuring(device) as stop:
         for each in measure_steps(models, device, effort=effort, memory=memory, told=told, now=now):
             measured.append(each)
-    exact = {each.model.family: each.step for each in measured if each.model.recipe.kind == "exact"}
+    exact = {each.model.family: each.step for each in measured if each.model.recipe.architecture.kind == "exact"}
     used = {each.threads for each in measured if each.threads}
     table = BenchTable(
         title=f"Training steps and samples, on {machine_of(device, used)}",
@@ -197,7 +197,7 @@ def _measure_family(found: list[Measured], device: torch.device, effort: Effort,
 def _build(each: Measured, device: torch.device, steps: dict[str, TrainingStep], works: dict[str, Work]) -> None:
     model, recipe = each.model, each.model.recipe
     if model.bare:
-        run = bare_step(model.dimensions, recipe.layers, recipe.batch_size, device)
+        run = bare_step(model.dimensions, recipe.architecture.layers, recipe.optimiser.batch_size, device)
         works[model.name] = captured(run, device, BARE_STEPS) or Work(run)
         return
     step = training_step(model, device)
@@ -281,7 +281,7 @@ def _details(each: Measured) -> dict[str, Any]:
     floor = each.floor
     return {
         "model": each.model.name,
-        "batch_size": each.model.recipe.batch_size,
+        "batch_size": each.model.recipe.optimiser.batch_size,
         "parameters": each.parameters,
         "threads": each.threads,
         "steps_a_call": each.steps_a_call,

@@ -14,8 +14,8 @@ from selfnorm.bench.timing import Work
 from selfnorm.data.batches import Examples, TrainingBatches
 from selfnorm.objective import Loss
 from selfnorm.train.adam import make_adam
+from selfnorm.train.build import build_flow, build_loss
 from selfnorm.train.captured import CapturedStep, can_be_captured
-from selfnorm.train.recipes import build_flow, build_loss
 from selfnorm.train.step import EagerStep, Step
 
 STEPS = 200  # in an epoch; each of them draws its order anew
@@ -48,10 +48,11 @@ def training_step(model: Model, device: torch.device) -> TrainingStep:
         batches = _batches(model, device, STEPS - odd)
     examples = batches.examples
     loss = build_loss(recipe, build_flow(recipe, model.shape, model.levels)).to(device)
-    loss.flow.initialize(examples.spread(recipe.init_examples or recipe.batch_size, recipe.seed))
-    one = EagerStep(loss, make_adam(loss), batches, recipe.clip)
+    chosen = recipe.optimiser
+    loss.flow.initialize(examples.spread(chosen.init_examples or chosen.batch_size, chosen.seed))
+    one = EagerStep(loss, make_adam(loss), batches, chosen.clip)
     captures = can_be_captured(loss, batches)
-    step: Step = CapturedStep(loss, make_adam(loss), batches, recipe.clip) if captures else one  # its Adam counts in its own way
+    step: Step = CapturedStep(loss, make_adam(loss), batches, chosen.clip) if captures else one  # its Adam counts in its own way
     # A call of a captured step takes some steps of a block of batches: a whole block is a whole number of such calls.
     return TrainingStep(
         Work(_Stepper(step, batches, batches.block if captures else 1), batches.block if captures else 1),
@@ -64,9 +65,9 @@ def training_step(model: Model, device: torch.device) -> TrainingStep:
 
 def _batches(model: Model, device: torch.device, steps: int) -> TrainingBatches:
     """So many to an epoch."""
-    recipe = model.recipe
-    examples = Examples(examples_of(model)[: steps * recipe.batch_size], model.levels, device)
-    return TrainingBatches(examples, recipe.batch_size, recipe.seed, recipe.flip, recipe.jitter)
+    optimiser, data = model.recipe.optimiser, model.recipe.data
+    examples = Examples(examples_of(model)[: steps * optimiser.batch_size], model.levels, device)
+    return TrainingBatches(examples, optimiser.batch_size, optimiser.seed, data.flip, data.jitter)
 
 
 class _Stepper:
@@ -91,7 +92,7 @@ class _Stepper:
 
 def examples_of(model: Model) -> Tensor:
     """Noise of the shape of a model's examples, on the host."""
-    return _made_up(model.shape, model.levels, STEPS * model.recipe.batch_size)
+    return _made_up(model.shape, model.levels, STEPS * model.recipe.optimiser.batch_size)
 
 
 @lru_cache(maxsize=1)  # a family's models share it

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +106,14 @@ class TrainingDisplay:
         if self.quiet:
             return
         if kind == "epoch":
-            self._shown |= {"epoch": f"{record['epoch']}/{self.recipe.epochs}", "loss": f"{record['surrogate']:.2f}"}
+            self._shown |= {"epoch": f"{record['epoch']}/{self.recipe.optimiser.epochs}", "loss": f"{record['surrogate']:.2f}"}
             if record["reconstruction"]:
                 self._shown["error"] = f"{max(record['reconstruction']):.1e}"
         elif kind == "validation":
             behind = record["nll"] > record["best"]
             self._shown["nll"] = f"{record['nll']:.2f}" + (f" (best {record['best']:.2f})" if behind else "")
         elif kind == "rollback":
-            raised = max(record["weight"], default=0.0)
+            raised = max(record.get("reconstruction_weight", record.get("weight", [])), default=0.0)
             ERR.print(f"rolled back to epoch {record['epoch']}, λ raised to {raised:g}: {record['reason']}", style="yellow")
         if self._live:
             if kind == "step":
@@ -170,7 +170,7 @@ def showing_together(recipes: Sequence[Recipe], folders: Sequence[Path], quiet: 
     with ExitStack() as stack:
         displays: list[TrainingDisplay] = []
         for recipe in recipes:
-            name = f"seed {recipe.seed}"
+            name = f"seed {recipe.optimiser.seed}"
             display = TrainingDisplay(recipe, name=name, quiet=quiet or as_json, beside=displays[0] if displays else None)
             displays.append(stack.enter_context(display))
         try:
@@ -187,16 +187,16 @@ def print_together(runs: Mapping[Path, tuple[Recipe, Result | DivergedError]], a
     """What runs that trained at once came to, each by its folder; and their mean, if they differ in nothing but the seed."""
     if not as_json:
         for path, (recipe, result) in runs.items():
-            OUT.print(f"seed {recipe.seed}")
+            OUT.print(f"seed {recipe.optimiser.seed}")
             if isinstance(result, Result):
                 print_result(path, result, as_json)
             else:
                 OUT.print(f"  {result}. The best and the last good checkpoint are in {path}")
         OUT.print(f"times are those of {len(runs)} runs that shared the machine")
     recipes = [recipe for recipe, _ in runs.values()]
-    seeds = {recipe.seed for recipe in recipes}
-    if len(seeds) == len(runs) and all(replace(recipe, seed=recipes[0].seed) == recipes[0] for recipe in recipes):
-        _print_seeds({recipe.seed: result for recipe, result in runs.values()}, as_json)
+    seeds = {recipe.optimiser.seed for recipe in recipes}
+    if len(seeds) == len(runs) and all(recipe.changed(seed=recipes[0].optimiser.seed) == recipes[0] for recipe in recipes):
+        _print_seeds({recipe.optimiser.seed: result for recipe, result in runs.values()}, as_json)
 
 
 def _print_seeds(runs: Mapping[int, Result | DivergedError], as_json: bool) -> None:
@@ -273,7 +273,7 @@ def following(run: Planned, quiet: bool, as_json: bool) -> Iterator[Report]:
         def show(record: dict[str, Any]) -> None:
             display(record)
             if record["kind"] == "epoch":  # the other process tells of no steps
-                total = record["step"] // record["epoch"] * run.recipe.epochs
+                total = record["step"] // record["epoch"] * run.recipe.optimiser.epochs
                 display({"kind": "step", "step": record["step"], "total": total})
 
         yield show

@@ -41,9 +41,10 @@ from selfnorm.data.dataset import is_image
 from selfnorm.evaluate.health import examine, repair
 from selfnorm.runtime.files import replacing
 from selfnorm.train.checkpoint import save_checkpoint
-from selfnorm.train.recipe import Recipe, to_toml
-from selfnorm.train.recipes import RECIPES, find_recipe
+from selfnorm.train.experiments import RECIPES, find_recipe
+from selfnorm.train.recipe import Recipe
 from selfnorm.train.run import free_path
+from selfnorm.train.settings import to_toml
 from selfnorm.train.trained import Trained, write_samples
 
 app.add_typer(bench, name="bench")
@@ -141,15 +142,15 @@ def recipes(
     if name is not None:
         chosen = find_recipe(name)
         if json:
-            print_json(asdict(chosen))
+            print_json(chosen.flat())
         else:
             OUT.print(to_toml(chosen), end="")
         return
     if json:
         for each in RECIPES.values():
-            print_json(asdict(each))
+            print_json(each.flat())
         return
-    rows = [(each.name, each.data, _model(each), f"{each.epochs}", each.paper) for each in RECIPES.values()]
+    rows = [(each.name, each.data.source, _model(each), f"{each.optimiser.epochs}", each.paper) for each in RECIPES.values()]
     OUT.print(table("Recipes", ("name", "data", "model", "epochs", "the paper has"), rows))
 
 
@@ -200,6 +201,7 @@ def _write_csv(stream: TextIO, rows: list[dict[str, Any]]) -> None:
 
 
 def _model(recipe: Recipe) -> str:
-    depth = {"fc": f"{recipe.layers} layers", "conv": f"{recipe.blocks}×{recipe.layers_per_block} layers"}
-    size = depth.get(recipe.model, f"{recipe.blocks}L-{recipe.steps}K")
-    return f"{recipe.model} {size}, {recipe.kind}"
+    chosen = recipe.architecture
+    depth = {"fc": f"{chosen.layers} layers", "conv": f"{chosen.blocks}×{chosen.layers_per_block} layers"}
+    size = depth.get(chosen.model, f"{chosen.blocks}L-{chosen.steps_per_block}K")
+    return f"{chosen.model} {size}, {chosen.kind}"

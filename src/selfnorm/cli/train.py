@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,10 +42,11 @@ from selfnorm.compare.plan import check, plan
 from selfnorm.compare.plan import compare as compare_runs
 from selfnorm.data import load_dataset
 from selfnorm.data.dataset import Dataset
+from selfnorm.train.experiments import DEFAULT, TWINS, find_recipe, recipe_for
 from selfnorm.train.folder import RunFolder
-from selfnorm.train.recipe import Recipe, override
-from selfnorm.train.recipes import DEFAULT, TWINS, find_recipe, idle_settings, recipe_for
+from selfnorm.train.recipe import Recipe
 from selfnorm.train.run import Result, dataset_of, free_path, resume_run, resume_runs, start_run, start_runs
+from selfnorm.train.settings import override
 from selfnorm.train.stopping import DivergedError, StoppedError
 
 
@@ -92,10 +92,11 @@ def train(
         return
     chosen = override(find_recipe(recipe or DEFAULT), settings or [])
     chosen = _adjusted(chosen, data_dir=the_folder(data), seed=seed, on_divergence=on_divergence and on_divergence.value)
-    if twin and chosen.kind not in TWINS:
-        what = "which is an exact twin itself" if chosen.kind == "exact" else "whose map is another than an exact layer's"
-        raise ValueError(f"--twin: expected a recipe of kind {', '.join(TWINS)}, got {chosen.name} ({chosen.kind}), {what}")
-    if idle := idle_settings(chosen):
+    kind = chosen.architecture.kind
+    if twin and kind not in TWINS:
+        what = "which is an exact twin itself" if kind == "exact" else "whose map is another than an exact layer's"
+        raise ValueError(f"--twin: expected a recipe of kind {', '.join(TWINS)}, got {chosen.name} ({kind}), {what}")
+    if idle := chosen.without_effect():
         ERR.print(f"selfnorm: {', '.join(idle)} will do nothing: no layer of {chosen.name} learns its inverse")
     folder = run or free_path(Path("runs") / chosen.name)
     if seeds > 1 and run is None:
@@ -112,7 +113,7 @@ def train(
     if not twin:
         return
     named = folder if folder.name else folder.resolve()  # "." has no name
-    exact = replace(chosen, name=f"{chosen.name}-twin", kind="exact", inverse_kernel_size=None)
+    exact = chosen.changed(name=f"{chosen.name}-twin", kind="exact", inverse_kernel_size=None)
     other = _train(exact, free_path(named.with_name(f"{named.name}-twin")), device, quiet, json)
     if not json:
         print_comparison(result, other)
@@ -196,7 +197,7 @@ def fit(
         raise ValueError(f"{file}: expected a file or a folder of images, got nothing there")
     path = str(file.resolve())
     dataset = load_dataset(path)
-    chosen = replace(recipe_for(path, dataset.shape, len(dataset.train)), name=f"fit-{file.resolve().stem}")
+    chosen = recipe_for(path, dataset.shape, len(dataset.train)).changed(name=f"fit-{file.resolve().stem}")
     _warn_of_spikes(dataset)
     del dataset  # the run loads it again, in the way that the settings ask for
     chosen = _adjusted(override(chosen, settings or []), on_divergence=on_divergence and on_divergence.value)
@@ -218,8 +219,8 @@ def _train(recipe: Recipe, folder: Path, device: str, quiet: bool, as_json: bool
 
 
 def _train_seeds(recipe: Recipe, seeds: int, folder: Path, device: str, quiet: bool, as_json: bool) -> None:
-    recipes = [replace(recipe, seed=recipe.seed + index) for index in range(seeds)]
-    folders = _seed_folders(folder, [each.seed for each in recipes])
+    recipes = [recipe.changed(seed=recipe.optimiser.seed + index) for index in range(seeds)]
+    folders = _seed_folders(folder, [each.optimiser.seed for each in recipes])
     with showing_together(recipes, folders, quiet, as_json) as reports, transfers(quiet or as_json) as on_progress:
         found = start_runs(recipes, folders, device=the_device(device), reports=reports, on_progress=on_progress)
     _tell_together(folders, recipes, found, as_json)
@@ -273,4 +274,4 @@ def _warn_of_spikes(dataset: Dataset) -> None:
 
 def _adjusted(recipe: Recipe, **options: Any) -> Recipe:
     """The recipe with the options that were given."""
-    return replace(recipe, **{name: value for name, value in options.items() if value is not None})
+    return recipe.changed(**{name: value for name, value in options.items() if value is not None})

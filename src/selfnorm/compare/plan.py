@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import FrameType
@@ -32,15 +31,18 @@ from selfnorm.evaluate.health import SAMPLES, round_trip
 from selfnorm.evaluate.likelihood import evaluating
 from selfnorm.flow import Flow
 from selfnorm.runtime.threads import cpu_threads
+from selfnorm.train.build import build_flow, build_loss
+from selfnorm.train.experiments import RECIPES, find_recipe
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Report
-from selfnorm.train.recipe import Recipe, override
-from selfnorm.train.recipes import RECIPES, build_flow, build_loss, find_recipe
+from selfnorm.train.recipe import Recipe
 from selfnorm.train.run import Result, with_absolute_data_path
+from selfnorm.train.settings import override
 from selfnorm.train.stopping import PARENT, StopRequests
 from selfnorm.train.trained import Trained
 
-SAME = ("data", "data_dir", "levels", "batch_size", "flip", "jitter")  # what decides the batches, beside the seed
+# What decides the batches, beside the seed.
+SAME = ("data.source", "data.folder", "data.levels", "optimiser.batch_size", "data.flip", "data.jitter")
 WARM_UP, CALLS = 5, 30  # of flow.sample(1)
 DIVERGED = 3  # the exit status of `train` that says so
 Watch = Callable[[Planned], AbstractContextManager[Report]]
@@ -57,13 +59,13 @@ def plan(
     recipes = [with_absolute_data_path(override(recipe, settings)) for recipe in _chosen(names)]
     alike: dict[Recipe, str] = {}
     for recipe in recipes:
-        other = alike.setdefault(replace(recipe, name="", paper=""), recipe.name)
+        other = alike.setdefault(recipe.changed(name="", paper=""), recipe.name)
         if other != recipe.name:
             raise ValueError(f"compare: expected recipes that differ, got {other} and {recipe.name}, which --set makes the same")
     for key in SAME:
         found: dict[Any, str] = {}
         for recipe in recipes:
-            found.setdefault(getattr(recipe, key), recipe.name)
+            found.setdefault(recipe.by_path()[key], recipe.name)
         if len(found) > 1:
             values = ", ".join(f"{value} of {name}" for value, name in found.items())
             raise ValueError(f"compare: expected recipes that see the same batches, got {key} {values}; --set can make it one")
@@ -71,10 +73,10 @@ def plan(
     # Seed by seed, so that a comparison that is stopped early has whole ones.
     for seed in range(seeds):
         for recipe in recipes:
-            recipe = replace(recipe, seed=recipe.seed + seed)
+            recipe = recipe.changed(seed=recipe.optimiser.seed + seed)
             # The first seed's folder is the same for one seed as for several, so that more can be added.
-            path = folder / (f"{recipe.name}-seed{recipe.seed}" if seed else recipe.name)
-            name = f"{recipe.name}, seed {recipe.seed}" if seeds > 1 else recipe.name
+            path = folder / (f"{recipe.name}-seed{recipe.optimiser.seed}" if seed else recipe.name)
+            name = f"{recipe.name}, seed {recipe.optimiser.seed}" if seeds > 1 else recipe.name
             runs.append(Planned(recipe, path, tuple(settings), name, f"{len(runs) + 1}/{seeds * len(recipes)}"))
     return tuple(runs)
 
@@ -88,8 +90,7 @@ def check(runs: Sequence[Planned], dataset: Dataset) -> None:
             stored = folder.read_recipe()
             with folder.locked():  # or say that another process is at it
                 pass
-            other = [field.name for field in fields(Recipe) if getattr(stored, field.name) != getattr(run.recipe, field.name)]
-            if other:
+            if other := stored.differences(run.recipe):
                 raise ValueError(
                     f"{run.path}: expected a run of {run.recipe.name} as asked for, got one with another {', '.join(other)}; "
                     "name another folder by --run"
@@ -151,7 +152,7 @@ def _train(run: Planned, device: torch.device, watch: Watch, stop: _PassOn) -> C
         words = ["--resume", str(run.path)]
     else:
         settings = [word for setting in run.settings for word in ("--set", setting)]
-        words = [run.recipe.name, *settings, "--seed", str(run.recipe.seed), "--run", str(run.path)]
+        words = [run.recipe.name, *settings, "--seed", str(run.recipe.optimiser.seed), "--run", str(run.path)]
     command = [sys.executable, "-m", "selfnorm", "train", *words, "--device", str(device), "--json"]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors, watch(run) as report:
         # A process group of its own: a terminal's Ctrl-C would else come twice, and the second ends a run without saving it.
@@ -218,8 +219,8 @@ def _measured(run: Planned, device: torch.device) -> Compared:
         result, trained = Result.read(RunFolder(run.path).result), Trained.open(run.path, device)
     except ValueError as error:
         return Compared(run, failure=str(error))
-    generator = generator_for(device, run.recipe.seed, "compare")
-    with cpu_threads(run.recipe.threads), evaluating(trained.flow):
+    generator = generator_for(device, run.recipe.optimiser.seed, "compare")
+    with cpu_threads(run.recipe.optimiser.threads), evaluating(trained.flow):
         z: Tensor = trained.flow.base.sample(SAMPLES, generator=generator)  # type: ignore[operator]
         compared = Compared(run, result, round_trip(trained.flow, z), _sample_seconds(trained.flow, device, generator))
     del trained

@@ -66,7 +66,7 @@ class Compared:
         outcome = "finished" if result else "diverged" if self.diverged else "failed"
         return {
             "recipe": recipe.name,
-            "seed": recipe.seed,
+            "seed": recipe.optimiser.seed,
             "outcome": outcome,
             "test_nll_nats": result and result.test.nll,
             "standard_error_nats": result and result.test.standard_error,
@@ -113,18 +113,18 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        data = self.runs[0].planned.recipe.data
+        data = self.runs[0].planned.recipe.data.source
         names = len({run.planned.recipe.name for run in self.runs})
-        models = {run.planned.recipe.model for run in self.runs}
+        models = {run.planned.recipe.architecture.model for run in self.runs}
         model = f"{models.pop()} " if len(models) == 1 else ""
-        epochs = {run.planned.recipe.epochs for run in self.runs}
+        epochs = {run.planned.recipe.optimiser.epochs for run in self.runs}
         length = f", {(most := epochs.pop())} epoch{'s' * (most > 1)}" if len(epochs) == 1 else ""
         return f"{names} {model}recipe{'s' * (names > 1)} on {Path(data).name}{length}"
 
     @property
     def about(self) -> str:
         """What the figures mean, as a caption."""
-        seeds = sorted({run.planned.recipe.seed for run in self.runs})
+        seeds = sorted({run.planned.recipe.optimiser.seed for run in self.runs})
         tests = [run.result.test for run in self.runs if run.result]
         examples = f"{tests[0].examples} test examples" if tests else "the test examples"
         if len(seeds) > 1:
@@ -213,7 +213,7 @@ class Comparison:
             found = dict.fromkeys(value for result in results if (value := result.provenance.get(key)) is not None)
             if results:
                 source[key] = ", ".join(found) or None
-        epochs = {result.epochs for result in results} or {run.planned.recipe.epochs for run in self.runs}
+        epochs = {result.epochs for result in results} or {run.planned.recipe.optimiser.epochs for run in self.runs}
         return {**source, "epochs": " to ".join(map(str, sorted({min(epochs), max(epochs)})))}
 
 

@@ -100,7 +100,7 @@ def sample_scatter(path: str | Path, learned: Tensor, exact: Tensor, data: Tenso
 def curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Sequence[str] = (), *, exact: bool = False) -> None:
     """The course of a run, from its metrics: validation NLL, training loss, each layer's reconstruction, and λ if it varies.
 
-    records:  those of kind "validation" (epoch, nll) and "epoch" (epoch, surrogate; reconstruction and weight by layer).
+    records:  those of kind "validation" (epoch, nll) and "epoch" (epoch, surrogate; reconstruction and λ by layer).
     names:    of the layers, for the legend; with more than 6 layers colour runs from the first to the last instead.
     exact:    whether the training loss is a likelihood, or only has the right gradient.
     """
@@ -110,7 +110,7 @@ def curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Sequen
     validations = [record for record in records if record.get("kind") == "validation"]
     at, when = _series(epochs, "epoch"), _series(validations, "epoch")
     loss, nll = _series(epochs, "surrogate"), _series(validations, "nll")
-    reconstruction, weight = _by_layer(epochs, "reconstruction"), _by_layer(epochs, "weight")
+    reconstruction, weight = _by_layer(epochs, "reconstruction"), _by_layer(epochs, "reconstruction_weight", "weight")
     varies = weight.size > 0 and not np.all(weight == weight.flat[0])
 
     panels = [len(nll) > 0, len(loss) > 0, reconstruction.size > 0, varies]
@@ -222,9 +222,9 @@ def _series(records: Sequence[Mapping[str, Any]], key: str) -> Array:
     return np.array([math.nan if record.get(key) is None else record[key] for record in records], dtype=float)
 
 
-def _by_layer(records: Sequence[Mapping[str, Any]], key: str) -> Array:
-    """(records, layers)."""
-    rows = [list(record.get(key) or []) for record in records]
+def _by_layer(records: Sequence[Mapping[str, Any]], key: str, old_key: str = "") -> Array:
+    """(records, layers). Logs of earlier versions have old_key instead of key."""
+    rows = [list(record.get(key) or record.get(old_key) or []) for record in records]
     layers = max((len(row) for row in rows), default=0)
     return np.array([row + [math.nan] * (layers - len(row)) for row in rows], dtype=float).reshape(len(rows), layers)
 

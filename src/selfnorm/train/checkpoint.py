@@ -16,9 +16,10 @@ from selfnorm.bijection import located
 from selfnorm.flow import Flow
 from selfnorm.runtime.checks import count, event_shape
 from selfnorm.runtime.files import replacing
+from selfnorm.train.build import build_flow
 from selfnorm.train.folder import RunFolder
-from selfnorm.train.recipe import Recipe, from_mapping
-from selfnorm.train.recipes import build_flow
+from selfnorm.train.recipe import Recipe
+from selfnorm.train.settings import from_mapping
 
 FORMAT = "selfnorm-checkpoint-1"
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from selfnorm.runtime.files import json_text, temporary_pattern, write_text
-from selfnorm.train.recipe import Recipe, from_toml, to_toml
+from selfnorm.train.recipe import Recipe
+from selfnorm.train.settings import from_toml, to_toml
 
 try:
     import fcntl

@@ -20,6 +20,7 @@ from selfnorm.objective import Loss
 from selfnorm.runtime.precision import precision
 from selfnorm.runtime.threads import cpu_threads
 from selfnorm.train.adam import make_adam, steps_taken
+from selfnorm.train.build import build_flow, build_loss
 from selfnorm.train.captured import CapturedStep, can_be_captured
 from selfnorm.train.checkpoint import (
     Checkpoint,
@@ -33,7 +34,6 @@ from selfnorm.train.folder import RunFolder
 from selfnorm.train.profile import Piece, profile
 from selfnorm.train.progress import RunProgress
 from selfnorm.train.recipe import Recipe
-from selfnorm.train.recipes import build_flow, build_loss
 from selfnorm.train.step import EagerStep, Step, diagnosis, learning_rate_at
 from selfnorm.train.stopping import DivergedError, StoppedError, StopRequests
 
@@ -64,8 +64,9 @@ class Trainer:
         self._save_every = save_every
         self.train = Examples(dataset.train, dataset.levels, self.device)
         self.validation = Examples(dataset.validation, dataset.levels, self.device)
-        self.batches = TrainingBatches(self.train, recipe.batch_size, recipe.seed, recipe.flip, recipe.jitter)
-        self.total = self.batches.steps_per_epoch * recipe.epochs
+        optimiser, data = recipe.optimiser, recipe.data
+        self.batches = TrainingBatches(self.train, optimiser.batch_size, optimiser.seed, data.flip, data.jitter)
+        self.total = self.batches.steps_per_epoch * optimiser.epochs
         self.loss = build_loss(recipe, build_flow(recipe, dataset.shape, dataset.levels)).to(self.device)
         self._fingerprint = fingerprint(dataset)
         self._trackers = self.flow.inverse_trackers()
@@ -94,8 +95,9 @@ class Trainer:
 
     def start(self) -> None:
         """Data-dependent initialisation; instead of `resume`."""
-        with cpu_threads(self.recipe.threads):
-            self.flow.initialize(self.train.spread(self.recipe.init_examples or self.recipe.batch_size, self.recipe.seed))
+        optimiser = self.recipe.optimiser
+        with cpu_threads(optimiser.threads):
+            self.flow.initialize(self.train.spread(optimiser.init_examples or optimiser.batch_size, optimiser.seed))
         self._best = self._good = self._capture()
 
     def resume(self, checkpoint: Checkpoint) -> None:
@@ -111,7 +113,7 @@ class Trainer:
 
         Raises `StoppedError` after SIGINT or SIGTERM, the run saved, and `DivergedError`.
         """
-        with cpu_threads(self.recipe.threads), precision(self.recipe.precision), StopRequests() as stop:
+        with cpu_threads(self.recipe.optimiser.threads), precision(self.recipe.optimiser.precision), StopRequests() as stop:
             for _ in self.advance(stop):
                 pass
         return self.best()
@@ -162,11 +164,11 @@ class Trainer:
             self.save()
         while True:
             epoch, index = divmod(progress.step, self.batches.steps_per_epoch)
-            due = epoch % recipe.validate_every == 0 or epoch == recipe.epochs
+            due = epoch % recipe.evaluation.validate_every == 0 or epoch == recipe.optimiser.epochs
             if index == 0 and due and progress.validated != progress.step:
                 self._validate(stop)
                 continue
-            if progress.step >= self.total or (recipe.patience and progress.stale >= recipe.patience):
+            if progress.step >= self.total or (recipe.evaluation.patience and progress.stale >= recipe.evaluation.patience):
                 return
             rates = [self._learning_rate(progress.step + ahead) for ahead in range(self._step.steps_per_call(index))]
             if index == 0:
@@ -182,7 +184,7 @@ class Trainer:
             self._metrics[index : index + len(rates), 1:] = metrics.reconstruction
             progress.step += len(rates)
             last = index + len(rates) == self.batches.steps_per_epoch
-            if last and epoch + 1 < recipe.epochs:
+            if last and epoch + 1 < recipe.optimiser.epochs:
                 self.batches.order(epoch + 1)  # now, while the device is at work
             # Reading the device makes it wait, so that is left for where it waits anyway.
             if (last or self.device.type == "cpu") and self._has_to_go_back():
@@ -210,7 +212,7 @@ class Trainer:
             epoch=epoch,
             surrogate=surrogate,
             reconstruction=reconstruction,
-            weight=weight,
+            reconstruction_weight=weight,
             learning_rate=rate,
             step_seconds=step_seconds,
             **({"fallbacks": sum(int(tracker.fallbacks) for tracker in self._trackers.values())} if self._trackers else {}),
@@ -224,7 +226,7 @@ class Trainer:
             return
         after = replace(self.progress)
         after.judge(found.nll)
-        patience = self.recipe.patience
+        patience = self.recipe.evaluation.patience
         if after.diverged and patience and self._overfits(stop):
             after.stale, after.worse = max(after.stale, patience), 0  # no divergence, but it has waited long enough
         # From here on nothing can be interrupted: a validation counts as a whole or not at all.
@@ -249,7 +251,8 @@ class Trainer:
                 self._best = self._good
 
     def _likelihood(self, flow: Flow, examples: Examples, stop: StopRequests) -> Likelihood:
-        return likelihood(flow, examples, batch_size=self.recipe.eval_batch_size, seed=self.recipe.seed, watch=stop.check)
+        size, seed = self.recipe.evaluation.batch_size, self.recipe.optimiser.seed
+        return likelihood(flow, examples, batch_size=size, seed=seed, watch=stop.check)
 
     def _overfits(self, stop: StopRequests) -> bool:
         """Whether training examples, as many as validation has, became more likely since the best: then it is no divergence."""
@@ -258,8 +261,8 @@ class Trainer:
         return self._likelihood(self.flow, some, stop).nll < then.nll
 
     def _learning_rate(self, step: int) -> float:
-        recipe, steps = self.recipe, self.batches.steps_per_epoch
-        return learning_rate_at(step, steps, recipe.epochs, recipe.learning_rate, recipe.warmup_epochs, recipe.decay)
+        chosen, steps = self.recipe.optimiser, self.batches.steps_per_epoch
+        return learning_rate_at(step, steps, chosen.epochs, chosen.learning_rate, chosen.warmup_epochs, chosen.decay)
 
     def _has_to_go_back(self) -> bool:
         """Look at the flags. If one is raised, see to its cause, and let the next step be the first that changed no weight."""
@@ -289,7 +292,7 @@ class Trainer:
     def _diverge(self, reason: str) -> None:
         """Go back to the best checkpoint with ten times the λ, if the recipe says so and λ can help; else `DivergedError`."""
         progress, weight = self.progress, self.loss.penalty.reconstruction_weight.clone()
-        if self.recipe.on_divergence == "stop" or progress.rollbacks >= MAX_ROLLBACKS or not (weight > 0).any():
+        if self.recipe.optimiser.on_divergence == "stop" or progress.rollbacks >= MAX_ROLLBACKS or not (weight > 0).any():
             raise DivergedError(f"{self.recipe.name} diverged: {reason}. {self._advice()}")
         rollbacks, seconds = progress.rollbacks + 1, progress.seconds
         self._restore(self.best())
@@ -297,7 +300,8 @@ class Trainer:
         # Tenfold what just failed, not what the best checkpoint had: a second rollback must go further than the first.
         self.loss.penalty.reconstruction_weight.copy_(weight)
         self.loss.penalty.raise_weight(10.0)
-        self._log("rollback", epoch=self.epoch, weight=self.loss.penalty.reconstruction_weight.tolist(), reason=reason)
+        raised = self.loss.penalty.reconstruction_weight.tolist()
+        self._log("rollback", epoch=self.epoch, reconstruction_weight=raised, reason=reason)
         # At once, so that a kill cannot leave a best of after the rollback beside a last of before it.
         self._good = self._capture()
         self._write(self._good)
@@ -306,9 +310,9 @@ class Trainer:
         weights = sorted(set(self.loss.penalty.reconstruction_weight.tolist()))
         if not weights:
             return "Try a gradient clip or a smaller learning_rate; no layer learns its inverse, so a rollback has no λ to raise"
-        rollbacks = self.progress.rollbacks
+        rollbacks, now = self.progress.rollbacks, ", ".join(f"{weight:g}" for weight in weights[:3])
         return (
-            f"Try a larger weight (λ is {', '.join(f'{weight:g}' for weight in weights[:3])}), a gradient clip, a smaller "
+            f"Try a larger reconstruction_weight (λ is {now}), a gradient clip, a smaller "
             "learning_rate, or --on-divergence rollback" + (f" ({rollbacks} rollbacks did not help)" if rollbacks else "")
         )
 
@@ -323,13 +327,13 @@ class Trainer:
 
     def profile(self) -> list[Piece]:
         """Where a step's time goes, at the weights as they are; measured on a copy, so that it leaves no trace."""
-        with cpu_threads(self.recipe.threads), precision(self.recipe.precision):
+        with cpu_threads(self.recipe.optimiser.threads), precision(self.recipe.optimiser.precision):
             loss = copy.deepcopy(self.loss)
             return profile(self._make_step(loss, make_adam(loss)))
 
     def _make_step(self, loss: Loss, optimizer: torch.optim.Adam) -> EagerStep | CapturedStep:
-        kind = CapturedStep if self.recipe.graphs and can_be_captured(loss, self.batches) else EagerStep
-        return kind(loss, optimizer, self.batches, self.recipe.clip)
+        kind = CapturedStep if self.recipe.optimiser.graphs and can_be_captured(loss, self.batches) else EagerStep
+        return kind(loss, optimizer, self.batches, self.recipe.optimiser.clip)
 
     def _capture(self) -> Checkpoint:
         tensors = {f"loss.{name}": value for name, value in self.loss.state_dict().items()}

@@ -1,207 +1,229 @@
-"""`Recipe`: all that decides the outcome of a run, and its strict reading from settings and files."""
+"""`Recipe`: everything that decides the outcome of a run, in groups of settings.
+
+Each setting has a path, such as "objective.reconstruction_weight", and a flat key, here "weight", which was its only name before
+there were groups. `train/settings.py` reads and writes recipes, `train/experiments.py` holds the table of them.
+"""
 
 from __future__ import annotations
 
 import difflib
-import json
 import math
-import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Collection
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from selfnorm.bijection import located
+from selfnorm.models import CONV, LINEAR, MIX
 from selfnorm.runtime.precision import Precision
+
+MODEL_KINDS: dict[str, Collection[str]] = {"fc": LINEAR, "conv": CONV, "glow": MIX}
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values that a number may take: from low to high, with both ends unless `exclusive`."""
+
+    low: float
+    high: float = math.inf
+    exclusive: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return self.low < value < self.high if self.exclusive else self.low <= value <= self.high
+
+    def __str__(self) -> str:
+        if self.high == math.inf:
+            return f"above {self.low}" if self.exclusive else f"at least {self.low}"
+        return f"between {self.low} and {self.high}, neither included" if self.exclusive else f"in [{self.low}, {self.high}]"
+
+
+Count = Annotated[int, Range(1)]
+CountOrZero = Annotated[int, Range(0)]
+ModelSize = Annotated[int, Range(1, 65_536)]  # a damaged file may ask for more than memory holds
+NonNegative = Annotated[float, Range(0)]
+Positive = Annotated[float, Range(0, exclusive=True)]
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """What the flow is trained on."""
+
+    source: str = "digits"  # a built-in data set, or the path of a file or of a folder of images
+    folder: str | None = None  # where a built-in set's files are; by default $SELFNORM_DATA, otherwise they are downloaded
+    levels: Annotated[int, Range(2, 256)] | None = None  # grey levels of your own integer images, 256 by default
+    flip: bool = False  # mirror training images at random
+    jitter: CountOrZero = 0  # shift training images by up to this many pixels, reflecting at the edge
+
+
+@dataclass(frozen=True)
+class ArchitectureSettings:
+    """Which flow is built."""
+
+    model: Literal["fc", "conv", "glow"] = "fc"
+    kind: str = "selfnorm"  # of the linear, convolutional or mixing layers; `MODEL_KINDS` lists what each model knows
+    layers: ModelSize = 2  # fc: number of linear layers
+    activation: Literal["leaky", "spline"] = "leaky"  # fc: between the linear layers
+    alpha: float = 0.3  # fc: slope of the leaky activation
+    bins: ModelSize = 5  # fc: of the spline activation
+    rotate: bool = False  # fc: start from random rotations instead of near the identity
+    blocks: ModelSize = 3  # conv, glow
+    layers_per_block: ModelSize = 3  # conv
+    steps_per_block: ModelSize = 16  # glow: steps of flow (ActNorm, mixing, coupling) in a block
+    hidden: ModelSize = 512  # glow: width of the coupling networks
+    kernel_size: ModelSize = 1  # conv: of the layers; glow: of the mixing convolution
+    inverse_kernel_size: ModelSize | None = None  # conv: of the learned inverse, by default kernel_size
+    standardize: bool = False  # put a fixed standardisation of each entry in front; for images after the logit
+
+
+@dataclass(frozen=True)
+class ObjectiveSettings:
+    """What is minimised, and how learned inverses are kept close to the exact ones."""
+
+    penalty: Literal["fixed", "geco", "mdmm"] = "fixed"
+    # λ. fixed: of the summed squared error; geco, mdmm: the initial λ, of the squared error per dimension.
+    reconstruction_weight: NonNegative = 1.0
+    tolerance: NonNegative = 1e-4  # geco, mdmm: the error per dimension that is small enough
+    multiplier_rate: Positive | None = None  # geco, mdmm: how fast λ moves; by default the penalty's own rate
+    damping: NonNegative | None = None  # mdmm: of the quadratic term; by default the penalty's own
+    probes: CountOrZero = 0  # white-noise vectors to reconstruct in addition to the data, per layer and step
+    symmetric: bool = False  # reconstruct z from Rz in addition to x from RWx
+    polish: Literal["newton-schulz", "low-rank", "least-squares", "tap-mean"] | None = None  # improve R by linear algebra
+    polish_every: Count = 100  # optimiser steps
+    debias: CountOrZero = 0  # white-noise vectors that estimate the bias of Rᵀ as a gradient, per layer and step
+    debias_keep: Annotated[float, Range(0, 1, exclusive=True)] = 0.5  # the probability of one more term in that estimate
+
+
+@dataclass(frozen=True)
+class OptimiserSettings:
+    """How Adam trains the flow."""
+
+    epochs: Count = 1000
+    batch_size: Count = 100
+    learning_rate: Positive = 1e-3
+    warmup_epochs: NonNegative = 10.0  # the learning rate grows linearly from 0, batch by batch
+    decay: Annotated[float, Range(0, 1)] = 0.0  # the final fraction of training, over which the learning rate falls linearly to 0
+    clip: Positive | None = None  # the largest norm of the gradient
+    graphs: bool = True  # on a GPU, run steps as CUDA graphs wherever nothing in them needs the host
+    precision: Precision = "tf32"  # of products in training, on a GPU; bf16 is for coupling networks. Likelihoods are float32
+    init_examples: Annotated[int, Range(2)] | None = None  # for data-dependent initialisation; by default one batch
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
+    on_divergence: Literal["stop", "rollback"] = "stop"  # rollback: return to the best weights with ten times λ, up to 3 times
+    threads: Annotated[int, Range(1, 1024)] | None = None  # of the CPU; small models are faster with one
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """How exact likelihoods are computed, and when training stops early."""
+
+    validate_every: Count = 10  # epochs
+    patience: Count | None = None  # stop after this many validations without a new best
+    batch_size: Count = 500
+    test_samples: Count = 5  # dequantisation samples for the test likelihood
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides the outcome of a run. `selfnorm recipes NAME` shows one, `--set key=value` changes it."""
+    """Everything that decides the outcome of a run. Raises ValueError if a number is out of range or the model has no such kind.
+
+    `selfnorm recipes NAME` shows one, `--set key=value` changes it. `paper` says which result of the paper it reproduces.
+
+    >>> Recipe("mine").changed(epochs=20, weight=3.0).objective.reconstruction_weight
+    3.0
+    """
 
     name: str
-    paper: str = ""  # what of the paper this reproduces
-    # data
-    data: str = "digits"  # a built-in data set, or the path of a file or image folder
-    data_dir: str | None = None  # where its files are; else $SELFNORM_DATA, else downloaded
-    levels: int | None = None  # grey levels of your own integer images, if other than 256
-    flip: bool = False  # mirror training images at random
-    jitter: int = 0  # shift training images by up to so many pixels, reflecting the edge
-    # model
-    model: Literal["fc", "conv", "glow"] = "fc"
-    kind: str = "selfnorm"  # of the linear, convolutional or mixing layers
-    layers: int = 2  # fc: linear layers
-    activation: Literal["leaky", "spline"] = "leaky"  # fc: between them
-    alpha: float = 0.3  # fc: of the leaky activation
-    bins: int = 5  # fc: of the spline activation
-    rotate: bool = False  # fc: start from random rotations instead of near the identity
-    blocks: int = 3  # conv, glow
-    layers_per_block: int = 3  # conv
-    steps: int = 16  # glow: steps of flow in a block
-    hidden: int = 512  # glow: width of the coupling networks
-    kernel_size: int = 1  # conv: of the layers; glow: of the mixing convolution
-    inverse_kernel_size: int | None = None  # conv: of the learned inverse, if other than kernel_size
-    standardize: bool = False  # fixed standardisation of each entry in front (images: behind the logit)
-    # objective
-    penalty: Literal["fixed", "geco", "mdmm"] = "fixed"
-    weight: float = 1.0  # λ of the summed squared error; of geco and mdmm the first λ, of the error per dimension
-    tolerance: float = 1e-4  # geco, mdmm: the error per dimension that is good enough
-    weight_rate: float | None = None  # geco, mdmm: how fast λ moves, if other than their default
-    damping: float | None = None  # mdmm: of the square, likewise
-    probes: int = 0  # white-noise vectors to reconstruct beside the data, each layer, each step
-    symmetric: bool = False  # reconstruct z from Rz beside x from RWx
-    polish: Literal["newton-schulz", "low-rank", "least-squares", "tap-mean"] | None = None  # of R, by linear algebra
-    polish_every: int = 100  # steps
-    debias: int = 0  # white-noise vectors that estimate what Rᵀ lacks of the exact gradient, each layer, each step
-    debias_keep: float = 0.5  # the probability of one more term in that estimate
-    # optimisation: Adam
-    epochs: int = 1000
-    batch_size: int = 100
-    learning_rate: float = 1e-3
-    warmup_epochs: float = 10.0  # linear from 0, batch by batch
-    decay: float = 0.0  # the last part of training over which the learning rate falls linearly to 0
-    clip: float | None = None  # of the gradient's norm
-    graphs: bool = True  # on a GPU, take steps as CUDA graphs wherever nothing in them needs the host
-    precision: Precision = "tf32"  # of products in training, on a GPU; bf16 is for coupling networks. Likelihoods are float32
-    init_examples: int | None = None  # how many examples data-dependent layers start from; else one batch
-    seed: int = 0
-    on_divergence: Literal["stop", "rollback"] = "stop"  # or go back to the best, with ten times the weight, up to 3 times
-    threads: int | None = None  # CPU threads; small models are faster with one
-    # evaluation, exact
-    validate_every: int = 10  # epochs
-    patience: int | None = None  # stop after so many validations without a new best
-    eval_batch_size: int = 500
-    test_samples: int = 5  # dequantisation samples for the test likelihood
+    paper: str = ""
+    data: DataSettings = DataSettings()
+    architecture: ArchitectureSettings = ArchitectureSettings()
+    objective: ObjectiveSettings = ObjectiveSettings()
+    optimiser: OptimiserSettings = OptimiserSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
 
     def __post_init__(self) -> None:
-        for name, allowed in _LIMITS.items():
-            value = getattr(self, name)
-            if value is not None and not (allowed[0] <= value <= allowed[1]):
-                raise ValueError(f"recipe {self.name}: expected {name} {_spanned(*allowed)}, got {value}")
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"recipe {self.name}: expected a finite {name}, got {value}")
+        with located(f"recipe {self.name}"):
+            for path, value in self.by_path().items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise ValueError(f"expected a finite {path}, got {value}")
+                if value is not None and (allowed := RANGES.get(path)) and value not in allowed:
+                    raise ValueError(f"expected {path} {allowed}, got {value}")
+            model, kind = self.architecture.model, self.architecture.kind
+            if model not in MODEL_KINDS:
+                raise ValueError(f"expected architecture.model to be one of {', '.join(MODEL_KINDS)}, got {model!r}")
+            if kind not in MODEL_KINDS[model]:
+                known = ", ".join(MODEL_KINDS[model])
+                raise ValueError(f"expected architecture.kind to be one of {known} for the model {model}, got {kind!r}")
+
+    def by_path(self) -> dict[str, Any]:
+        """Every setting by its path, such as "optimiser.epochs"; name and paper by these names."""
+        return {path: self._value(path) for path in TYPES}
+
+    def flat(self) -> dict[str, Any]:
+        """Every setting by its flat key, in one mapping without groups."""
+        return {key: self._value(path) for key, path in FLAT_KEYS.items()}
+
+    def changed(self, *, name: str | None = None, **settings: Any) -> Recipe:
+        """A copy with other values for some settings, each given by its flat key, its own name or its path.
+
+        Paths are passed as in `recipe.changed(**{"optimiser.epochs": 3})`. Raises ValueError for a key that does not exist.
+        """
+        groups: dict[str, dict[str, Any]] = {}
+        with located(f"recipe {self.name}"):
+            for key, value in settings.items():
+                group, _, setting = path_of(key).rpartition(".")
+                groups.setdefault(group, {})[setting] = value
+        own = {"name": self.name if name is None else name, **groups.pop("", {})}
+        return replace(self, **own, **{group: replace(getattr(self, group), **values) for group, values in groups.items()})
+
+    def differences(self, other: Recipe) -> list[str]:
+        """The paths of the settings in which two recipes differ."""
+        theirs = other.by_path()
+        return [path for path, value in self.by_path().items() if value != theirs[path]]
+
+    def without_effect(self) -> list[str]:
+        """The settings that only act on learned inverses, if they are set but no layer learns its inverse."""
+        settings = ("probes", "symmetric", "polish", "debias")
+        learned = self.architecture.kind == "selfnorm"
+        return [] if learned else [name for name in settings if getattr(self.objective, name)]
+
+    def _value(self, path: str) -> Any:
+        group, _, setting = path.rpartition(".")
+        return getattr(getattr(self, group) if group else self, setting)
 
 
-_TINY, _BELOW_ONE = math.ulp(0.0), math.nextafter(1.0, 0.0)  # for ranges without their ends
-_LARGE = 65_536  # of a size or a number of layers; a damaged recipe may ask for more than memory or patience hold
-_LIMITS: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("jitter", "weight", "tolerance", "damping", "probes", "debias", "warmup_epochs"), (0, math.inf)),
-    "seed": (0, 2**63 - 1),
-    **dict.fromkeys(("layers", "bins", "blocks", "layers_per_block", "steps", "hidden"), (1, _LARGE)),
-    **dict.fromkeys(("kernel_size", "inverse_kernel_size"), (1, _LARGE)),
-    **dict.fromkeys(("epochs", "batch_size", "validate_every", "patience", "polish_every"), (1, math.inf)),
-    "threads": (1, 1024),
-    **dict.fromkeys(("eval_batch_size", "test_samples"), (1, math.inf)),
-    **dict.fromkeys(("clip", "learning_rate", "weight_rate"), (_TINY, math.inf)),
-    "init_examples": (2, math.inf),
-    "levels": (2, 256),
-    "decay": (0, 1),
-    "debias_keep": (_TINY, _BELOW_ONE),
+def path_of(key: str) -> str:
+    """The path of a setting, given its flat key, name or path. Raises ValueError, listing all paths, for any other key."""
+    if key not in _PATHS:
+        close = difflib.get_close_matches(key, _PATHS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"expected one of {', '.join(SETTINGS)}, got {key!r}{hint}")
+    return _PATHS[key]
+
+
+def _annotated_types() -> dict[str, Any]:
+    types: dict[str, Any] = {}
+    for name, kind in get_type_hints(Recipe, include_extras=True).items():
+        inner = get_type_hints(kind, include_extras=True) if is_dataclass(kind) else {}
+        types |= {f"{name}.{setting}": each for setting, each in inner.items()} or {name: kind}
+    return types
+
+
+def _range_of(kind: Any) -> Range | None:
+    parts = (kind, *get_args(kind))  # the latter for a range | None
+    return next((note for part in parts for note in getattr(part, "__metadata__", ()) if isinstance(note, Range)), None)
+
+
+TYPES = _annotated_types()  # by path; the recipe's name has one, too
+SETTINGS = [path for path in TYPES if path != "name"]
+RANGES = {path: allowed for path, kind in TYPES.items() if (allowed := _range_of(kind))}
+# The settings whose flat key is not their name.
+RENAMED = {
+    "data.source": "data",
+    "data.folder": "data_dir",
+    "architecture.steps_per_block": "steps",
+    "objective.reconstruction_weight": "weight",
+    "objective.multiplier_rate": "weight_rate",
+    "evaluation.batch_size": "eval_batch_size",
 }
-
-
-_TYPES: dict[str, Any] = get_type_hints(Recipe)
-
-
-def _spanned(low: float, high: float) -> str:
-    if high == math.inf:
-        return "above 0" if low == _TINY else f"at least {low}"
-    return "between 0 and 1, neither included" if (low, high) == (_TINY, _BELOW_ONE) else f"in [{low}, {high}]"
-
-
-def override(recipe: Recipe, settings: Iterable[str]) -> Recipe:
-    """The recipe with `key=value` settings: unknown keys and values of the wrong type are refused."""
-    changes: dict[str, Any] = {}
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        key = key.strip()
-        if not equals:
-            raise ValueError(f"--set: expected key=value, got {setting!r}")
-        if key == "name" or key not in _TYPES:
-            close = difflib.get_close_matches(key, _TYPES, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise ValueError(f"--set: expected one of {', '.join(_keys())}, got {key!r}{hint}")
-        changes[key] = _parsed(key, text.strip())
-    return replace(recipe, **changes)
-
-
-def from_mapping(values: Mapping[str, Any], where: str) -> Recipe:
-    """A recipe from a file's keys and values, as strictly as `override`."""
-    unknown = sorted(set(values) - set(_TYPES))
-    if unknown or "name" not in values:
-        wrong = f"unknown {', '.join(unknown)}" if unknown else "no name"
-        raise ValueError(f"{where}: expected a recipe with the keys name, {', '.join(_keys())}, got {wrong}")
-    for key, value in values.items():
-        if not _fits(value, _TYPES[key]):
-            raise ValueError(f"{where}: expected {key} to be {_spelled(_TYPES[key])}, got {value!r}")
-    # TOML and JSON write 1 where a float is meant; a recipe read back must equal the one written.
-    read: dict[str, Any] = {
-        key: float(value) if type(value) is int and float in _choices(_TYPES[key]) else value for key, value in values.items()
-    }
-    with located(where):
-        return Recipe(**read)
-
-
-def to_toml(recipe: Recipe) -> str:
-    """The recipe as TOML, one line a setting; what is None is a comment, as TOML has no word for it."""
-    lines = []
-    for key, value in asdict(recipe).items():
-        if value is None:
-            lines.append(f"# {key} is not set")
-        else:
-            # A JSON string is a TOML string (but for DEL), and so are JSON's true and false; numbers keep Python's exact form.
-            plain = isinstance(value, str | bool)
-            text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") if plain else repr(value)
-            lines.append(f"{key} = {text}")
-    return "\n".join(lines) + "\n"
-
-
-def from_toml(text: str, where: str) -> Recipe:
-    try:
-        return from_mapping(tomllib.loads(text), where)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{where}: expected TOML, got a file that does not parse: {error}") from None
-
-
-def _keys() -> list[str]:
-    return [field.name for field in fields(Recipe) if field.name != "name"]
-
-
-def _choices(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (UnionType, Union) else (kind,)  # a Literal makes the older kind of union
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    for choice in _choices(kind):
-        if get_origin(choice) is Literal:
-            if value in get_args(choice):
-                return True
-        elif choice is float:
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                return True
-        elif isinstance(value, choice) and not (choice is int and isinstance(value, bool)):
-            return True
-    return False
-
-
-def _parsed(key: str, text: str) -> Any:
-    for choice in _choices(_TYPES[key]):
-        if choice is NoneType and text.lower() == "none":
-            return None
-        if choice is bool and text.lower() in ("true", "false"):
-            return text.lower() == "true"
-        if choice is str or (get_origin(choice) is Literal and text in get_args(choice)):
-            return text
-        if choice in (int, float):
-            try:
-                return choice(text)
-            except ValueError:
-                continue
-    raise ValueError(f"--set {key}: expected {_spelled(_TYPES[key])}, got {text!r}")
-
-
-def _spelled(kind: Any) -> str:
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "none"}
-    return " or ".join(
-        "one of " + ", ".join(get_args(choice)) if get_origin(choice) is Literal else words[choice] for choice in _choices(kind)
-    )
+FLAT_KEYS = {RENAMED.get(path, path.rpartition(".")[2]): path for path in TYPES}
+# Every accepted key. Where two groups use the same name, as batch_size, the flat key decides which one it means.
+_PATHS = {path.rpartition(".")[2]: path for path in SETTINGS} | FLAT_KEYS | {path: path for path in SETTINGS}
+del _PATHS["name"]

@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -187,7 +187,7 @@ def _resumed_run(
         raise ValueError(
             f"{folder.last}: expected the checkpoint to resume from, got none; {folder.best.name} alone can be used, not resumed"
         )
-    recipe = replace(stored, data_dir=data_dir or stored.data_dir, on_divergence=on_divergence or stored.on_divergence)
+    recipe = stored.changed(folder=data_dir or stored.data.folder, on_divergence=on_divergence or stored.optimiser.on_divergence)
     dataset = dataset_of(recipe, on_progress)
     trainer = Trainer(recipe, dataset, device=device, folder=folder, report=report, save_every=save_every)
     with folder.locked():
@@ -205,12 +205,11 @@ def _resumed_run(
 
 def _expect_same_recipe_and_data(checkpoint: Checkpoint, recipe: Recipe, dataset: Dataset) -> None:
     """Raises ValueError if the recipe or the data differ from those that the run started with."""
-    before = replace(checkpoint.recipe, data_dir=recipe.data_dir, on_divergence=recipe.on_divergence)
-    changed = [field.name for field in fields(Recipe) if getattr(before, field.name) != getattr(recipe, field.name)]
-    if changed:
+    before = checkpoint.recipe.changed(folder=recipe.data.folder, on_divergence=recipe.optimiser.on_divergence)
+    if changed := before.differences(recipe):
         raise ValueError(f"expected the recipe that the run started with, got a different {', '.join(changed)} in recipe.toml")
     if checkpoint.data != fingerprint(dataset):
-        raise ValueError(f"expected the data that the run started with, got other data from {recipe.data}")
+        raise ValueError(f"expected the data that the run started with, got other data from {recipe.data.source}")
 
 
 def free_path(path: Path) -> Path:
@@ -221,13 +220,13 @@ def free_path(path: Path) -> Path:
 
 def with_absolute_data_path(recipe: Recipe) -> Recipe:
     """Returns the recipe with the path of the user's own data made absolute, so that it is found from any folder."""
-    own = Path(recipe.data).expanduser()
-    return replace(recipe, data=str(own.resolve())) if recipe.data not in NAMES and own.exists() else recipe
+    own = Path(recipe.data.source).expanduser()
+    return recipe.changed(source=str(own.resolve())) if recipe.data.source not in NAMES and own.exists() else recipe
 
 
 def dataset_of(recipe: Recipe, on_progress: OnProgress | None = None) -> Dataset:
     """Returns the data set that a recipe names."""
-    return load_dataset(recipe.data, recipe.data_dir, levels=recipe.levels, on_progress=on_progress)
+    return load_dataset(recipe.data.source, recipe.data.folder, levels=recipe.data.levels, on_progress=on_progress)
 
 
 def _finish_run(trainer: Trainer, memory: PeakMemory | None) -> Result:
@@ -237,12 +236,12 @@ def _finish_run(trainer: Trainer, memory: PeakMemory | None) -> Result:
     peak = memory.mebibytes() if memory else None
     recipe, dataset, device = trainer.recipe, trainer.dataset, trainer.device
     flow = best.flow().to(device)
-    size, seed = recipe.eval_batch_size, recipe.seed
+    size, seed = recipe.evaluation.batch_size, recipe.optimiser.seed
     progress = trainer.progress
     assert progress.best_nll is not None
-    with cpu_threads(recipe.threads), StopRequests() as stop:
+    with cpu_threads(recipe.optimiser.threads), StopRequests() as stop:
         examples = Examples(dataset.test, dataset.levels, device)
-        test = likelihood(flow, examples, batch_size=size, samples=recipe.test_samples, seed=seed, watch=stop.check)
+        test = likelihood(flow, examples, batch_size=size, samples=recipe.evaluation.test_samples, seed=seed, watch=stop.check)
         scores = reference_scores(flow, trainer.train, size, seed, watch=stop.check)
         with replacing(folder.scores) as temporary:
             np.save(temporary, scores.numpy())

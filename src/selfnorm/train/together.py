@@ -21,12 +21,11 @@ def run_together(trainers: Sequence[Trainer]) -> list[DivergedError | None]:
     which belong to the process. After SIGINT or SIGTERM all runs are saved and `StoppedError` is raised. Any other error in one
     run ends all of them; the others are saved if possible.
     """
-    settings = {(trainer.recipe.threads, trainer.recipe.precision) for trainer in trainers}
+    settings = {(trainer.recipe.optimiser.threads, trainer.recipe.optimiser.precision) for trainer in trainers}
     if len(settings) != 1:
-        got = ", ".join(
-            f"{each.recipe.threads} and {each.recipe.precision} in {each.folder.path if each.folder else each.recipe.name}"
-            for each in trainers
-        )
+        places = [each.folder.path if each.folder else each.recipe.name for each in trainers]
+        optimisers = [each.recipe.optimiser for each in trainers]
+        got = ", ".join(f"{each.threads} and {each.precision} in {at}" for each, at in zip(optimisers, places, strict=True))
         raise ValueError(
             f"expected runs trained together to have the same threads and precision, got {got}; train them one by one"
         )

@@ -51,10 +51,10 @@ class Trained:
     def examples(self, part: str, data_dir: str | None = None) -> Examples:
         """Returns a part of the run's own data: "train", "validation" or "test"."""
         recipe = self.checkpoint.recipe
-        dataset = load_dataset(recipe.data, data_dir or recipe.data_dir, levels=recipe.levels)
-        self._check_shape(dataset.train, recipe.data)
+        dataset = load_dataset(recipe.data.source, data_dir or recipe.data.folder, levels=recipe.data.levels)
+        self._check_shape(dataset.train, recipe.data.source)
         if fingerprint(dataset) != self.checkpoint.data:
-            raise ValueError(f"{recipe.data}: expected the data that {self.path} was trained with, got other data there")
+            raise ValueError(f"{recipe.data.source}: expected the data that {self.path} was trained with, got other data there")
         return Examples(getattr(dataset, part), dataset.levels, self.device)
 
     def evaluate(
@@ -62,21 +62,21 @@ class Trained:
     ) -> Likelihood:
         """Returns the exact likelihood of a part of the run's data."""
         recipe = self.checkpoint.recipe
-        with cpu_threads(recipe.threads):
+        with cpu_threads(recipe.optimiser.threads):
             return likelihood(
                 self.flow,
                 self.examples(part, data_dir),
-                batch_size=recipe.eval_batch_size,
-                samples=samples or recipe.test_samples,
-                seed=recipe.seed,
+                batch_size=recipe.evaluation.batch_size,
+                samples=samples or recipe.evaluation.test_samples,
+                seed=recipe.optimiser.seed,
                 precision=precision,
             )
 
     def sample(self, n: int, inverse: Inverse, seed: int) -> Tensor:
         """Returns n samples on the CPU, drawn in batches."""
         generator = generator_for(self.device, seed, "sample")
-        size = self.checkpoint.recipe.eval_batch_size
-        with evaluating(self.flow), cpu_threads(self.checkpoint.recipe.threads):
+        size = self.checkpoint.recipe.evaluation.batch_size
+        with evaluating(self.flow), cpu_threads(self.checkpoint.recipe.optimiser.threads):
             sampler = Sampler(self.flow, size, inverse, generator)
             batches = [sampler().cpu() for _ in range(n // size)]
             return torch.cat([*batches, self.flow.sample(n % size, inverse, generator).cpu()])
@@ -89,11 +89,11 @@ class Trained:
         levels = self.checkpoint.levels
         if levels is not None and int(table.max()) >= levels:
             raise ValueError(f"{file}: expected grey levels below {levels}, as in training, got {int(table.max())}")
-        with cpu_threads(self.checkpoint.recipe.threads):
+        with cpu_threads(self.checkpoint.recipe.optimiser.threads):
             found = mean_log_likelihoods(
                 self.flow,
                 Examples(table, levels, self.device),
-                batch_size=self.checkpoint.recipe.eval_batch_size,
+                batch_size=self.checkpoint.recipe.evaluation.batch_size,
                 samples=samples,
                 seed=seed,
             )
@@ -109,7 +109,7 @@ class Trained:
                 raise ValueError(f"{folder.scores}: expected the training data's scores, got a damaged file ({error})") from None
             return stored
         fresh: NDArray[np.float64] = reference_scores(
-            self.flow, self.examples("train"), recipe.eval_batch_size, recipe.seed
+            self.flow, self.examples("train"), recipe.evaluation.batch_size, recipe.optimiser.seed
         ).numpy()
         return fresh
 

@@ -1,0 +1,93 @@
+"""Builds the flow and the objective that a recipe describes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from selfnorm.flow import Flow
+from selfnorm.models import conv_flow, fc_flow, glow
+from selfnorm.objective import GECO, MDMM, Fixed, Loss, Penalty
+from selfnorm.train.recipe import Recipe
+
+
+def build_flow(recipe: Recipe, shape: tuple[int, ...], levels: int | None) -> Flow:
+    """The recipe's flow for examples of a shape, in float32, initialised from its seed. It leaves torch's random state alone."""
+    chosen = recipe.architecture
+    with torch.random.fork_rng(devices=[]), _single_precision():
+        torch.manual_seed(recipe.optimiser.seed)
+        if chosen.model == "fc":
+            return fc_flow(
+                shape,
+                chosen.layers,
+                chosen.kind,
+                chosen.alpha,
+                levels,
+                activation=chosen.activation,
+                bins=chosen.bins,
+                rotate=chosen.rotate,
+                standardize=chosen.standardize,
+            )
+        if chosen.model == "conv":
+            return conv_flow(
+                shape,
+                chosen.blocks,
+                chosen.layers_per_block,
+                chosen.kernel_size,
+                chosen.inverse_kernel_size,
+                chosen.kind,
+                levels,
+                standardize=chosen.standardize,
+            )
+        return glow(
+            shape,
+            chosen.blocks,
+            chosen.steps_per_block,
+            chosen.hidden,
+            chosen.kind,
+            chosen.kernel_size,
+            levels,
+            standardize=chosen.standardize,
+        )
+
+
+def build_loss(recipe: Recipe, flow: Flow) -> Loss:
+    """The recipe's objective for a flow."""
+    chosen = recipe.objective
+    penalty: Penalty
+    if chosen.penalty == "geco":
+        penalty = GECO(chosen.reconstruction_weight, chosen.tolerance, **_given(rate=chosen.multiplier_rate))
+    elif chosen.penalty == "mdmm":
+        options = _given(rate=chosen.multiplier_rate, damping=chosen.damping)
+        penalty = MDMM(chosen.reconstruction_weight, chosen.tolerance, **options)
+    else:
+        penalty = Fixed(chosen.reconstruction_weight)
+    with _single_precision():
+        return Loss(
+            flow,
+            penalty,
+            chosen.probes,
+            symmetric=chosen.symmetric,
+            polish=chosen.polish,
+            polish_every=chosen.polish_every,
+            debias=chosen.debias,
+            debias_keep=chosen.debias_keep,
+        )
+
+
+def _given(**options: float | None) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+@contextmanager
+def _single_precision() -> Iterator[None]:
+    # Independent of the caller's default: a run must be repeatable, and its data is float32.
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,135 @@
+"""Reads recipes from settings, mappings and TOML, strictly, and writes them as TOML."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from selfnorm.bijection import located
+from selfnorm.train.recipe import FLAT_KEYS, TYPES, Recipe, path_of
+
+
+def override(recipe: Recipe, settings: Iterable[str]) -> Recipe:
+    """The recipe changed by settings such as "epochs=3" or "optimiser.epochs=3".
+
+    Raises ValueError for unknown keys, which lists the known ones, and for values of the wrong type or out of range.
+    """
+    changes: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        key = key.strip()
+        if not equals:
+            raise ValueError(f"--set: expected key=value, got {setting!r}")
+        with located("--set"):
+            path = path_of(key)
+        changes[path] = _parsed(key, TYPES[path], text.strip())
+    return recipe.changed(**changes)
+
+
+def from_mapping(values: Mapping[str, Any], where: str) -> Recipe:
+    """The recipe that a file holds: groups of settings, or flat keys as in files of earlier versions.
+
+    Raises ValueError that begins with `where` for unknown keys and for values of the wrong type or out of range.
+    """
+    read: dict[str, Any] = {}
+    unknown = []
+    for key, value in _ungrouped(values):
+        path = FLAT_KEYS.get(key, key)
+        if path not in TYPES:
+            unknown.append(key)
+            continue
+        if path in read:
+            raise ValueError(f"{where}: expected {path} once, got it twice, the second time as {key}")
+        if not _has_type(value, TYPES[path]):
+            raise ValueError(f"{where}: expected {path} to be {_spelled(TYPES[path])}, got {value!r}")
+        # TOML and JSON write 1 where a float is meant; a recipe read back must equal the one written.
+        read[path] = float(value) if type(value) is int and float in _choices(TYPES[path]) else value
+    if unknown or "name" not in read:
+        wrong = f"unknown {', '.join(sorted(unknown))}" if unknown else "no name"
+        raise ValueError(f"{where}: expected a recipe with the settings {', '.join(TYPES)}, got {wrong}")
+    with located(where):
+        return Recipe(read.pop("name")).changed(**read)
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The recipe as TOML, with a table for each group; a setting that is None becomes a comment, as TOML has no null."""
+    lines: list[str] = []
+    table = ""
+    for path, value in recipe.by_path().items():
+        group, _, key = path.rpartition(".")
+        if group != table:
+            lines += ["", f"[{group}]"]
+            table = group
+        lines.append(f"# {key} is not set" if value is None else f"{key} = {_toml_value(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def from_toml(text: str, where: str) -> Recipe:
+    """The recipe that TOML text holds; see `from_mapping`."""
+    try:
+        return from_mapping(tomllib.loads(text), where)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{where}: expected TOML, got a file that does not parse: {error}") from None
+
+
+def _ungrouped(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    """Pairs of path and value for the settings in groups, of key and value for all others."""
+    groups = {field.name for field in fields(Recipe)} - {"name", "paper"}
+    for key, value in values.items():
+        if key in groups and isinstance(value, Mapping):
+            yield from ((f"{key}.{inner}", each) for inner, each in value.items())
+        else:
+            yield key, value
+
+
+def _toml_value(value: str | bool | float) -> str:
+    # A JSON string is a TOML string (except for DEL), as are JSON's true and false; numbers keep Python's exact form.
+    if isinstance(value, str | bool):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)
+
+
+def _choices(kind: Any) -> tuple[Any, ...]:
+    # A union with a Literal is a typing.Union, any other a UnionType.
+    parts = get_args(kind) if get_origin(kind) in (UnionType, Union) else (kind,)
+    return tuple(get_args(part)[0] if get_origin(part) is Annotated else part for part in parts)
+
+
+def _has_type(value: Any, kind: Any) -> bool:
+    for choice in _choices(kind):
+        if get_origin(choice) is Literal:
+            if value in get_args(choice):
+                return True
+        elif choice is float:
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return True
+        elif isinstance(value, choice) and not (choice is int and isinstance(value, bool)):
+            return True
+    return False
+
+
+def _parsed(key: str, kind: Any, text: str) -> Any:
+    for choice in _choices(kind):
+        if choice is NoneType and text.lower() == "none":
+            return None
+        if choice is bool and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        if choice is str or (get_origin(choice) is Literal and text in get_args(choice)):
+            return text
+        if choice in (int, float):
+            try:
+                return choice(text)
+            except ValueError:
+                continue
+    raise ValueError(f"--set {key}: expected {_spelled(kind)}, got {text!r}")
+
+
+def _spelled(kind: Any) -> str:
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "none"}
+    return " or ".join(
+        "one of " + ", ".join(get_args(choice)) if get_origin(choice) is Literal else words[choice] for choice in _choices(kind)
+    )

@@ -1,0 +1,49 @@
+"""Settings on the command line: by path and by flat key, shown in groups and as flat JSON."""
+
+import json
+import re
+
+import pytest
+
+from selfnorm.train.folder import RunFolder
+from support.commandline import SHORT, fails, invoke, ok
+
+
+@pytest.mark.parametrize("key", ["objective.reconstruction_weight", "reconstruction_weight", "weight"])
+def test_train_takes_a_path_or_a_key(key, tmp_path):
+    ok("train", *SHORT, "--set", f"{key}=7", "--set", "epochs=1", "--seed", "3", "--run", tmp_path / "run", "-q")
+    recipe = RunFolder(tmp_path / "run").read_recipe()
+    assert (recipe.objective.reconstruction_weight, recipe.optimiser.epochs, recipe.optimiser.seed) == (7.0, 1, 3)
+    records = RunFolder(tmp_path / "run").read_log()
+    assert [record["reconstruction_weight"] for record in records if record["kind"] == "epoch"] == [[7.0, 7.0]]
+
+
+def test_settings_without_effect_are_named(tmp_path):
+    result = invoke("train", "digits-fc-lu", *SHORT, "--set", "probes=2", "--set", "polish=low-rank", "--run", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    assert "selfnorm: probes, polish will do nothing: no layer of digits-fc-lu learns its inverse\n" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (
+            "kind=emerging",
+            "expected architecture.kind to be one of selfnorm, exact, tracked, sketch, relative, lu for the model fc",
+        ),
+        ("optimiser.epoch=3", "did you mean optimiser.epochs?"),
+        ("epochs=0", "recipe digits-fc-snf: expected optimiser.epochs at least 1, got 0"),
+    ],
+)
+def test_wrong_settings_are_refused_at_once(setting, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert said in fails("train", "--set", setting)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_recipes_are_shown_in_groups_and_printed_flat():
+    groups = re.findall(r"^\[(.*)\]$", ok("recipes", "mnist-glow-snf"), re.MULTILINE)
+    assert groups == ["data", "architecture", "objective", "optimiser", "evaluation"]
+    flat = json.loads(ok("recipes", "mnist-glow-snf", "--json"))
+    assert (len(flat), flat["data"], flat["weight"], flat["steps"], flat["eval_batch_size"]) == (48, "mnist", 100.0, 16, 500)
+    assert all(len(json.loads(line)) == 48 for line in ok("recipes", "--json").splitlines())
