@@ -68,7 +68,10 @@ def test_bytes_with_more_axes_are_images(tmp_path, stored, shape):
         (np.array([[0, 1], [2, np.nan]]), "expected finite numbers .* got nan in row 1, column 1"),
         (np.array([0, -np.inf]), "expected finite .* got -inf in row 1, counted"),
         (np.array([[0, 1e39]]), r"expected .* float32 can hold, got 1e\+39 in row 0, column 1"),
-        (np.zeros((2, 3, 3), np.int64), r"expected images as uint8 .* got int64 of shape \(2, 3, 3\); save images .astype"),
+        (
+            np.zeros((2, 3, 3), np.int64),
+            r"expected images as uint8 .* got int64 of shape \(2, 3, 3\); convert images with .astype",
+        ),
         (np.zeros((2, 1, 1, 1, 1), np.uint8), "expected images as uint8"),
     ],
 )
@@ -183,7 +186,7 @@ def test_a_palette_with_transparency_is_colour(tmp_path):
 @pytest.mark.parametrize(
     ("odd", "message"),
     [
-        ({"size": (5, 3)}, r"b\.png: expected colour of 3 × 4, as .*a\.png is, got colour of 3 × 5"),
+        ({"size": (5, 3)}, r"b\.png: expected colour of 3 × 4, like .*a\.png, got colour of 3 × 5"),
         ({"mode": "L"}, r"b\.png: .* got grey of 3 × 4"),
         ({"mode": "I;16"}, r"b\.png: expected 8-bit grey or colour, got Pillow's mode I"),
     ],

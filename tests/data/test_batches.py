@@ -50,7 +50,7 @@ def test_blocks_are_the_epochs_order_in_pieces(block):
     assert torch.equal(torch.cat(pieces), batches.order(1)[:20])
     assert [len(piece) for piece in pieces[:-1]] == [4 * block] * (len(pieces) - 1)
     for number in (-1, len(pieces)):
-        with pytest.raises(IndexError, match=f"expected a block of 5 steps by {block}, got number {number}"):
+        with pytest.raises(IndexError, match=f"expected the number of a block of {block} among 5 steps, got {number}"):
             batches.index(1, number)
 
 
