@@ -27,11 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from record import Cell, at_least, command, parser, record, run
-from selfnorm.bench.timing import synchronize
 from selfnorm.cli.options import the_device
 from selfnorm.layers.emerging import AutoregressiveConv2d, Mask, solve_by_fronts, solve_by_rows
 from selfnorm.linalg.convmatrix import Geometry, conv_matrix
 from selfnorm.report.provenance import provenance
+from selfnorm.runtime.device import synchronize
 from selfnorm.train.loop import threads
 
 SHAPES = [(1, 28, 28), (4, 14, 14), (16, 7, 7), (12, 16, 16), (3, 32, 32)]

@@ -17,10 +17,10 @@ import torch
 
 from record import Cell, at_least, command, parser, record, run
 from selfnorm import Bijection, ExactConv2d, ExactLinear, SelfNormConv2d, SelfNormLinear
-from selfnorm.bench.timing import synchronize
 from selfnorm.cli.options import the_device
 from selfnorm.linalg.convmatrix import Geometry, conv_matrix
 from selfnorm.report.provenance import provenance
+from selfnorm.runtime.device import synchronize
 
 BATCH = 100
 # The three stages of the paper's 9-layer flow on MNIST, each of 784 dimensions.

@@ -21,6 +21,7 @@ from selfnorm.kernels.dense.factored import factored_gradients
 from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
 from selfnorm.objective import Fixed, Loss, Metrics
+from selfnorm.runtime.device import synchronize
 from selfnorm.runtime.graphs import capturing
 from selfnorm.runtime.streams import Branches, beside, branching
 from selfnorm.train.step import BETAS, EPS, adam_state, adam_tensors, unmarked
@@ -271,12 +272,6 @@ def _side_by_side(tracked: Sequence[TrackedLinear | TrackedConv2d], like: Tensor
 def _steps_per_graph(block: int, modules: int) -> int:
     """As many as divide a block and make a graph of a moderate size."""
     return max(n for n in range(1, block + 1) if block % n == 0 and (n == 1 or n * modules <= GRAPH_MODULES))
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _pinned(x: Tensor, device: torch.device) -> Tensor:
