@@ -12,7 +12,7 @@ from PIL import Image
 
 from selfnorm.report import canvas, figures
 from selfnorm.report.figures import curves, image_grid, sample_scatter, sample_sheet
-from selfnorm.report.results import build, write
+from selfnorm.report.results import build, write_results
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,7 +71,7 @@ def corner_of(tile, picture):
 def test_sample_sheet_is_small_even_of_noise(tmp_path, channels, side):
     noise = torch.rand(100, channels, side, side) * 256
     sample_sheet(tmp_path / "sheet.png", noise, noise, noise, 256)
-    assert (tmp_path / "sheet.png").stat().st_size < canvas.SMALL
+    assert (tmp_path / "sheet.png").stat().st_size < canvas.LARGEST_SHEET_BYTES
 
 
 def test_scatter_of_two_columns_keeps_to_the_datas_axes(monkeypatch, tmp_path):
@@ -196,7 +196,7 @@ def test_figures_leave_pyplot_and_the_import_alone():
         (lambda path: image_grid(path, torch.zeros(0, 1, 3, 3), 256), r"image_grid: expected images .* got \(0, 1, 3, 3\)"),
         (lambda path: image_grid(path, torch.full((1, 1, 3, 3), torch.nan), 256), "expected a finite image, got 9 non-finite"),
         (lambda path: image_grid(path, torch.zeros(1, 1, 3, 3), 0), "expected levels"),
-        (lambda path: sample_scatter(path, torch.zeros(2, 2), torch.zeros(2, 3), torch.zeros(2, 3)), "of one D"),
+        (lambda path: sample_scatter(path, torch.zeros(2, 2), torch.zeros(2, 3), torch.zeros(2, 3)), "with the same D"),
         (lambda path: sample_scatter(path, *[torch.zeros(2, 3)] * 3, ["a"]), "a name for each of the 3 columns, got 1"),
         (lambda path: curves(path, [{"kind": "note"}]), "got none among 1"),
     ],
@@ -229,7 +229,7 @@ def test_results_say_all_that_was_measured_and_where(tmp_path):
         "`do it` · commit – · a box · 2026-01-02 · torch 2.13 · epochs 60 · `results/b.json`",
     ]:
         assert f"\n{line}\n" in text
-    write(tmp_path, tmp_path / "R.md")
+    write_results(tmp_path, tmp_path / "R.md")
     assert (tmp_path / "R.md").read_text(encoding="utf-8") == text == build(tmp_path)
 
 
