@@ -1,6 +1,6 @@
-"""What a step cannot do without: operations, bytes, and how fast a machine is at either.
+"""The floor of a step: operations, bytes, and the rates of the machine.
 
-No test looks at how long anything takes: the machine may be busy.
+No test checks how long anything takes, since the machine may be busy.
 """
 
 import pytest

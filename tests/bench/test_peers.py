@@ -1,6 +1,6 @@
-"""`selfnorm bench peers`: other libraries, there or not.
+"""`selfnorm bench peers`: other libraries, installed or not.
 
-No test looks at how long anything takes: the machine may be busy.
+No test checks how long anything takes, since the machine may be busy.
 """
 
 import importlib

@@ -1,6 +1,6 @@
-"""`selfnorm bench steps`: tables that are whole whatever fails.
+"""`selfnorm bench steps`: tables are complete even if a model fails.
 
-No test looks at how long anything takes: the machine may be busy.
+No test checks how long anything takes, since the machine may be busy.
 """
 
 import json
@@ -61,7 +61,7 @@ def test_a_training_step_moves_the_weights(name):
 
 
 class Steps:
-    """A step that takes one at a time at first, then five at once where a block of ten has as many left."""
+    """Takes one step per call at first, then five if the block of ten has that many left."""
 
     steps_per_epoch = 20
 
@@ -98,7 +98,7 @@ def test_a_training_step_on_a_gpu_is_many():
 @pytest.mark.gpu
 @pytest.mark.usefixtures("brief")
 def test_models_and_layers_that_take_turns_on_a_gpu():
-    """Whatever one of them frees, or a capture gives back to the device, the graphs of the others still need."""
+    """Memory freed by one of them, or returned by a capture, must not be memory that graphs of the others use."""
     device = torch.device("cuda")
     chosen = [*choose(["digits-fc-*", "digits-conv-*"]), replace(MODELS["mnist-fc-bare"], shape=(1, 8, 8))]
     table, _ = steps_table(chosen, device, effort=BRIEF, memory=False)
@@ -185,7 +185,7 @@ def test_an_interruption_leaves_what_was_measured(monkeypatch):
     assert table.stopped == "stopped after 1 of 2 models" == table.report()["provenance"]["partial"]
     assert table.report()["title"].endswith("(partial: stopped after 1 of 2 models)")
     assert torch.equal(before, torch.get_rng_state())
-    monkeypatch.setattr(steps, "_measure_samples", stop)  # the steps of this family are measured by then
+    monkeypatch.setattr(steps, "_measure_samples", stop)  # after the steps of this family are measured
     table, _ = steps_table(choose(["digits-fc-snf", "digits-fc-exact"]), CPU, effort=BRIEF, memory=False)
     assert [row[1] > 0 for row in table.rows] == [True, True] and table.stopped == "stopped after 0 of 2 models"
 

@@ -1,4 +1,4 @@
-"""The user's own arrays and images: what they become, and what is refused."""
+"""Reading your own arrays and images: the resulting examples, and the errors."""
 
 import io
 import pickle
@@ -82,7 +82,7 @@ def test_what_is_no_table_of_numbers_is_refused(tmp_path, array, message):
 
 
 class Trap:
-    """Unpickling this raises a flag."""
+    """Unpickling this sets a flag."""
 
     sprung = False
 
@@ -179,7 +179,7 @@ def test_channels_are_put_first(tmp_path):
 def test_a_palette_with_transparency_is_colour(tmp_path):
     Image.new("P", (4, 3), 1).save(tmp_path / "palette.png", transparency=1)
     with Image.open(tmp_path / "palette.png") as image:
-        assert isinstance(image.info["transparency"], bytes)  # which Pillow warns of
+        assert isinstance(image.info["transparency"], bytes)  # Pillow warns about this
     assert read_examples(tmp_path)[0].shape == (1, 3, 3, 4)
 
 
@@ -199,7 +199,7 @@ def test_the_odd_image_is_named(tmp_path, odd, message):
         read_examples(tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore")  # as a user may
+@pytest.mark.filterwarnings("ignore")  # as a user may do
 def test_images_that_cannot_be_read(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"expected a folder with images .* got none"):
         read_examples(tmp_path)
@@ -210,7 +210,7 @@ def test_images_that_cannot_be_read(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=r"a\.png: expected an image, got a file that cannot be read"):
             read_examples(tmp_path)
     (tmp_path / "a.png").write_bytes(whole)
-    for limit in (1000, 100):  # Pillow warns of the one and refuses the other
+    for limit in (1000, 100):  # Pillow warns about the first and raises an error for the second
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
         with pytest.raises(ValueError, match=r"a\.png: expected at most 1,?00?0? pixels, got more"):
             read_examples(tmp_path)

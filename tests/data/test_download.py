@@ -1,4 +1,4 @@
-"""Downloads, from a server of our own: what arrives is checked, and what is wrong leaves nothing behind."""
+"""Downloads from a local server: the content is checked, and a failure leaves no files behind."""
 
 import gzip
 import hashlib
@@ -36,7 +36,7 @@ def serving(handler):
 
 @pytest.fixture
 def site(tmp_path):
-    """A folder that is served, and its address."""
+    """A folder served over HTTP, and its address."""
     folder = tmp_path / "site"
     folder.mkdir()
     with serving(partial(Quiet, directory=str(folder))) as url:
@@ -149,7 +149,7 @@ def test_an_absent_page_is_named(mnist_site):
 
 
 class Stalls(BaseHTTPRequestHandler):
-    """Promises a thousand bytes and sends ten; then hangs up, or says no more until told to stop."""
+    """Announces a thousand bytes and sends ten; then closes the connection, or stays silent until the test ends."""
 
     silent = None
 
@@ -196,7 +196,7 @@ def test_a_full_disk_is_no_network_fault(mnist_site, monkeypatch):
 
 
 def tar(members):
-    """A .tar.gz of (name, content) pairs; a TarInfo may stand for a pair."""
+    """A .tar.gz of (name, content) pairs or TarInfo members."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         for member in members:

@@ -1,4 +1,4 @@
-"""ImageNet32: converted once, image by image, and never mistaken for finished when it is not."""
+"""ImageNet32 is converted once, in pieces, and an unfinished conversion is never used."""
 
 import io
 import json
@@ -18,7 +18,7 @@ WIDTH = 3072
 
 
 def batch(path, start, count, save=np.savez):
-    """A batch whose every image says its own number, 0 to 255, in its first pixel."""
+    """Writes a batch in which the first pixel of every image is its number, 0 to 255."""
     data = np.random.RandomState(start).randint(256, size=(count, WIDTH)).astype(np.uint8)
     data[:, 0] = np.arange(start, start + count)
     save(path, data=data, labels=np.arange(count), mean=np.zeros(WIDTH))
@@ -26,7 +26,7 @@ def batch(path, start, count, save=np.savez):
 
 
 def batches(folder, each=5, tests=3, save=np.savez):
-    """Ten training batches and the test's, and the images in them."""
+    """Writes ten training batches and the test batch; returns their images."""
     folder.mkdir(parents=True, exist_ok=True)
     train = [batch(folder / name, i * each, each, save) for i, name in enumerate(imagenet32.BATCH_FILES[:-1])]
     return np.concatenate(train), batch(folder / imagenet32.BATCH_FILES[-1], 200, tests, save)
@@ -59,7 +59,7 @@ def test_batches_are_split_without_loss(tmp_path, monkeypatch, place, save, rows
     for part in (dataset.train, dataset.validation):
         assert np.array_equal(part.flatten(1), train[first_pixels(part)])
     assert sorted(first_pixels(dataset.train) + first_pixels(dataset.validation)) == list(range(50))
-    assert first_pixels(dataset.validation) == [2, 10, 11, 28, 41]  # drawn once and for all
+    assert first_pixels(dataset.validation) == [2, 10, 11, 28, 41]  # the fixed split
 
 
 def test_the_full_set_holds_out_20_000(tmp_path, monkeypatch):
@@ -86,7 +86,7 @@ def test_the_parts_are_memory_maps_and_the_files_stay_as_they_are(tmp_path):
 def test_a_few_images_are_in_memory_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(imagenet32, "IMAGES_AT_ONCE", 16)
     batches(tmp_path, each=1000, tests=10)
-    load_dataset("imagenet32", tmp_path)  # imports and caches, for once
+    load_dataset("imagenet32", tmp_path)  # so that imports and caches are not counted
     (tmp_path / imagenet32.CONVERTED_FOLDER / "sources.json").unlink()
     tracemalloc.start()
     load_dataset("imagenet32", tmp_path)
@@ -95,7 +95,7 @@ def test_a_few_images_are_in_memory_at_a_time(tmp_path, monkeypatch):
     assert peak < 1000 * WIDTH / 3  # a third of a batch, of which there are ten
 
 
-# Once
+# Converting only once
 
 
 @pytest.fixture
@@ -171,14 +171,14 @@ def test_parts_of_two_conversions_are_never_taken_together(tmp_path, monkeypatch
         patch.setattr(Path, "replace", full)
         with pytest.raises(OSError, match="No space left"):
             load_dataset("imagenet32", tmp_path)
-    source.write_bytes(content)  # the source that the first conversion was of is back
+    source.write_bytes(content)  # restores the source of the first conversion
     os.utime(source, ns=(time, time))
     assert np.array_equal(load_dataset("imagenet32", tmp_path).test.flatten(1), test)
 
 
 def test_sources_that_cannot_be_written_beside_are_converted_in_the_cache(tmp_path, cache, conversions):
     batches(tmp_path / "data")
-    (tmp_path / "data" / imagenet32.CONVERTED_FOLDER).touch()  # no folder can be made of that name
+    (tmp_path / "data" / imagenet32.CONVERTED_FOLDER).touch()  # prevents creating the folder
     for _ in range(2):
         assert len(load_dataset("imagenet32", tmp_path / "data").train) == 45
     assert [folder.parent for folder in conversions] == [cache]
@@ -215,7 +215,7 @@ def test_an_image_of_another_size_is_named(tmp_path):
         load_dataset("imagenet32", tmp_path)
 
 
-# Refused
+# Errors
 
 
 def test_missing_batches_are_listed_with_their_publisher(tmp_path):

@@ -1,4 +1,4 @@
-"""MNIST and CIFAR-10 from files: where they are looked for, what is read, and what is refused."""
+"""MNIST and CIFAR-10 from files: where they are searched, what is read, and which errors are raised."""
 
 import gzip
 import os

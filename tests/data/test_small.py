@@ -1,4 +1,4 @@
-"""Data sets by name: those that need no files, how names and paths are told apart, and what a Dataset must be."""
+"""Data sets that need no files, how names are distinguished from paths, and the checks of a Dataset."""
 
 import hashlib
 import math
@@ -94,7 +94,7 @@ def test_every_name_can_be_asked_for(tmp_path):
             assert load_dataset(name).name == name
 
 
-# The user's own, split
+# Splitting your own data
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [(4, [2, 1, 1]), (10, [8, 1, 1]), (105, [85, 10, 10])])

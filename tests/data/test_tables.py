@@ -1,4 +1,4 @@
-"""Tables from text and Parquet files; bad cells are named by line and column."""
+"""Tables from text and Parquet files; errors name the line and column of a bad cell."""
 
 import sys
 

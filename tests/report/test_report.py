@@ -1,4 +1,4 @@
-"""Figures hold what they were given, pixel by pixel where that can be said; RESULTS.md holds the measurements, all of them."""
+"""Figures show the given data, checked pixel by pixel where possible; RESULTS.md holds all measurements."""
 
 import json
 import subprocess
@@ -60,7 +60,7 @@ def test_sample_sheet_shows_each_kind_enlarged_and_in_order(tmp_path, channels):
 
 
 def corner_of(tile, picture):
-    """The one place (row, column) where a tile stands in a picture, exactly."""
+    """Returns the only (row, column) at which a picture contains a tile exactly."""
     height, width = tile.shape[:2]
     starts = np.argwhere((picture[: -height + 1, : -width + 1] == tile[0, 0]).all(-1))
     (corner,) = [(y, x) for y, x in starts if np.array_equal(picture[y : y + height, x : x + width], tile)]
@@ -107,7 +107,7 @@ def test_a_constant_column_has_an_axis_too(tmp_path):
 
 
 def capture(monkeypatch):
-    """The figures that are drawn from now on."""
+    """Returns a list that collects the figures drawn from now on."""
     drawn = []
     monkeypatch.setattr(figures, "rendered", lambda figure: drawn.append(figure) or canvas.rendered(figure))
     return drawn
@@ -259,7 +259,7 @@ def test_results_refuse_what_is_no_json_or_no_folder(tmp_path):
 
 
 def test_results_md_is_current():
-    """If not: python -m selfnorm.report.results."""
+    """If it fails, run python -m selfnorm.report.results."""
     assert (ROOT / "RESULTS.md").read_text(encoding="utf-8") == build(ROOT / "results")
 
 
