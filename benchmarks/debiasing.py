@@ -1,10 +1,10 @@
-"""What the debiased log-determinant gradient costs, and how much it varies, against the bias that it takes away.
+"""Measures cost and variance of the debiased log-determinant gradient, against the bias that it removes.
 
     python benchmarks/debiasing.py [--json results/debiasing-cpu.json]
 
-R is the best inverse of its size plus noise, scaled for a given ρ(I − RW). The variance is the covariance's trace over the
-exact gradient's squared norm, with noise drawn 512 times and the number of terms taken at its probabilities: few draws of that
-would hold the long sums, which decide once ρ² is near q. Less than a minute.
+R is the best inverse of its size plus noise, scaled to a given ρ(I − RW). The variance is the trace of the covariance over the
+squared norm of the exact gradient. It averages over 512 probes, but weights the numbers of terms by their probabilities: few
+draws would contain the long sums, which dominate once ρ² is near q. Takes less than a minute.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Layer = SelfNormLinear | SelfNormConv2d
 
 
 def matrices(layer: Layer, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """W and R, dense and differentiable."""
+    """Returns W and R, dense and differentiable."""
     basis = torch.eye(math.prod(shape)).reshape(-1, *shape)
     return layer.apply_weight(basis).flatten(1).T, layer.apply_inverse(basis).flatten(1).T
 
@@ -38,8 +38,8 @@ def radius_of(layer: Layer, shape: tuple[int, ...]) -> float:
 
 @torch.no_grad()
 def disturb(layer: Layer, shape: tuple[int, ...], radius: float) -> None:
-    """Move R off the best inverse, in a random direction, until ρ(I − RW) is what is asked for."""
-    layer.load_state_dict({"weight": layer.weight.clone()})  # a state without R gets the best one of its size
+    """Moves R away from the best inverse, in a random direction, until ρ(I − RW) equals the radius."""
+    layer.load_state_dict({"weight": layer.weight.clone()})  # loading a state without R sets the best R of its size
     best, direction = layer.weight_inv.clone(), torch.randn_like(layer.weight_inv)
     step = 0.01
     for _ in range(8):  # ρ is nearly proportional to the step
@@ -48,7 +48,7 @@ def disturb(layer: Layer, shape: tuple[int, ...], radius: float) -> None:
 
 
 def gradients(layer: Layer, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Of log|det W|: Rᵀ's and the exact one."""
+    """Returns the gradients of log|det W|: the one by Rᵀ, and the exact one."""
     W, R = matrices(layer, shape)
     (learned,) = torch.autograd.grad((W * R.detach().T).sum(), layer.weight, retain_graph=True)
     (exact,) = torch.autograd.grad(torch.linalg.slogdet(W).logabsdet, layer.weight)
@@ -56,7 +56,7 @@ def gradients(layer: Layer, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def second_moment(layer: Layer, probes: Tensor, keep: float) -> float:
-    """The mean of the tail's ‖gradient‖² with one probe: what `neumann_tail` gives each probe alone, for all N in one go."""
+    """Returns the mean of ‖gradient‖² of the tail with one probe: as `neumann_tail` with each probe alone, for all N at once."""
     power = layer.apply_inverse(probes).detach()
     weighted = torch.zeros_like(power)
     total, n, share = 0.0, 1, math.inf
@@ -69,9 +69,11 @@ def second_moment(layer: Layer, probes: Tensor, keep: float) -> float:
 
 
 def mean_square(layer: Layer, v: Tensor, u: Tensor) -> float:
-    """The mean over examples of ‖∂⟨v, Wu⟩/∂W‖²."""
+    """Returns the mean over examples of ‖∂⟨v, Wu⟩/∂W‖²."""
     total = 0.0
-    for some_v, some_u in zip(v.split(16), u.split(16), strict=True):  # torch goes through a batch once for each example in it
+    for some_v, some_u in zip(
+        v.split(16), u.split(16), strict=True
+    ):  # torch runs the backward pass once per example of the batch
         products = (some_v * layer.apply_weight(some_u)).flatten(1).sum(1)
         (each,) = torch.autograd.grad(products, layer.weight, torch.eye(len(products)), is_grads_batched=True)
         total += float(each.square().sum())
@@ -110,12 +112,12 @@ def main() -> None:
         title="Debiasing the log-determinant's gradient",
         about=(
             "Rᵀ alone has a bias and no variance; with the tail of the Neumann series it has a variance and no bias. Both are "
-            "relative to the exact gradient's norm, squared for the variance, and the latter is good to some 5 %. q is the "
-            f"probability of one term more. A product is one with W or R: {64**2:,} multiply–adds for the linear layer, at "
+            "relative to the norm of the exact gradient, squared for the variance, which is accurate to about 5 %. q is the "
+            f"probability of one more term. A product is one with W or R: {64**2:,} multiply–adds for the linear layer, at "
             f"most {9 * 4**2 * 8**2:,} for the convolution. "
             "Variance × products compares values of q at equal work. The last column is the number of probes from which on a "
-            "single debiased gradient has no larger a mean squared error than Rᵀ alone; the average over an optimiser's steps "
-            "gets there with fewer in each."
+            "single debiased gradient has a mean squared error no larger than Rᵀ alone; averaged over the steps of an optimiser, "
+            "fewer per step are enough."
         ),
         columns=[
             "layer",

@@ -1,9 +1,9 @@
-"""Train the digits flow and its exact-gradient twin at the recipes' full budget, and compare their exact test likelihoods.
+"""Trains the digits flow and its exact-gradient twin with the recipes' full budget, and compares their exact test likelihoods.
 
     python benchmarks/digits_twins.py [--json results/digits_twins-cpu.json]
 
-Each seed makes both start from the same weights and see the same batches. Exits with 1 if the means differ by more than 0.3 nats.
-About 20 seconds a run, 6 runs.
+With the same seed, both start from the same weights and see the same batches. Exits with 1 if the means differ by more than 0.3
+nats. About 20 seconds per run, 6 runs.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from selfnorm.train.recipe import Recipe
 
 TWINS = ("digits-fc-snf", "digits-fc-exact")
 SEEDS = (0, 1, 2)
-MOST = 0.3  # nats between the means
+LARGEST_DIFFERENCE = 0.3  # nats between the means
 
 
 def train(recipe: Recipe, dataset: Dataset) -> tuple[Likelihood, int]:
-    """The exact test likelihood of the best weights, and how many epochs were run."""
+    """Returns the exact test likelihood of the best weights, and the number of epochs."""
     trainer = Trainer(recipe, dataset)
     trainer.start()
     best = trainer.run()
@@ -69,14 +69,14 @@ def main() -> None:
         title="Digits: a self-normalizing flow and its exact-gradient twin",
         about=(
             f"Exact test NLL in nats of the best weights by validation, over {len(dataset.test)} images with {samples} "
-            f"dequantisation samples each; lower is better. To agree, the means may differ by {MOST} nats."
+            f"dequantisation samples each; lower is better. The means may differ by at most {LARGEST_DIFFERENCE} nats."
         ),
         columns=["run", *TWINS, "difference"],
         rows=rows,
         provenance=source | {"epochs": ", ".join(map(str, sorted(epochs)))},
     )
-    if abs(difference) > MOST:
-        sys.exit(f"digits_twins: expected means at most {MOST} nats apart, got {difference:.3f}")
+    if abs(difference) > LARGEST_DIFFERENCE:
+        sys.exit(f"digits_twins: expected means at most {LARGEST_DIFFERENCE} nats apart, got {difference:.3f}")
 
 
 if __name__ == "__main__":

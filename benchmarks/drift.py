@@ -1,9 +1,9 @@
-"""Train the digits flow for long, with nothing but data to hold its learned inverse, and with each of the means to hold it.
+"""Trains the digits flow for long, with its learned inverse fitted to data alone, and with each method that prevents drift.
 
     python benchmarks/drift.py [--epochs 8000] [--workers 2] [--only NAME …] [--json results/drift-cpu.json]
 
-The setting is the paper's for MNIST, carried over to digits: λ = 1, no standardisation, no decay of the learning rate. What is
-shown is the worst layer's ‖RW − I‖_F/√D, as `selfnorm doctor` measures it. About 2 minutes a run, `--workers` runs at a time.
+The setting is the paper's for MNIST, applied to digits: λ = 1, no standardisation, no decay of the learning rate. The table
+shows ‖RW − I‖_F/√D of the worst layer, as `selfnorm doctor` measures it. About 2 minutes per run, `--workers` runs at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "data alone, as in the paper": (),
     "8 white-noise probes": ("probes=8",),
     "symmetric reconstruction": ("symmetric=true",),
-    # Primes, so that no look falls on the step after which R was polished.
+    # Primes, so that no measurement falls on the step after which R was polished.
     "Newton–Schulz every 97 steps": ("polish=newton-schulz", "polish_every=97"),
     "low-rank polish every 97 steps": ("polish=low-rank", "polish_every=97"),
     "W⁻¹ every 997 steps": ("polish=least-squares", "polish_every=997"),
@@ -33,16 +33,16 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "standardisation, λ = 5": ("standardize=true", "weight=5"),
     "tracked by Newton–Schulz": ("kind=tracked",),
 }
-LOOKS = 8
+MEASUREMENTS = 8
 
 
 def run(variant: str, epochs: int) -> dict[str, Any]:
-    """The worst layer's distance at each look, the angle of its log-determinant's gradient, and the exact NLLs."""
-    every = epochs // LOOKS
+    """Returns the distance of the worst layer at each measurement, the largest log-determinant angle, and the exact NLLs."""
+    every = epochs // MEASUREMENTS
     recipe = override(find_recipe("digits-fc-snf"), [f"epochs={epochs}", *COMMON, f"validate_every={every}", *VARIANTS[variant]])
     found: dict[str, Any] = {"distance": [], "nll": []}
 
-    def look(event: dict[str, Any]) -> None:
+    def measure(event: dict[str, Any]) -> None:
         if event["kind"] == "validation" and event["epoch"]:
             health = examine(trainer.flow, trainer.train.spread(200, seed=0))
             found["distance"].append(max(layer.distance for layer in health.layers))
@@ -50,7 +50,7 @@ def run(variant: str, epochs: int) -> dict[str, Any]:
             found["nll"].append(event["nll"])
             found["seconds"] = event["seconds"]
 
-    trainer = Trainer(recipe, load_dataset(recipe.data.source), report=look)
+    trainer = Trainer(recipe, load_dataset(recipe.data.source), report=measure)
     trainer.start()
     trainer.run()
     return found
@@ -58,13 +58,13 @@ def run(variant: str, epochs: int) -> dict[str, Any]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--epochs", type=at_least(LOOKS), default=8000)
+    options.add_argument("--epochs", type=at_least(MEASUREMENTS), default=8000)
     options.add_argument("--workers", type=at_least(1), default=2)
     options.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     chosen = options.parse_args()
     with ProcessPoolExecutor(chosen.workers, get_context("spawn")) as pool:
         results = list(pool.map(run, chosen.only, [chosen.epochs] * len(chosen.only)))
-    looks = [chosen.epochs // LOOKS * look for look in range(1, LOOKS + 1)]
+    epochs_measured = [chosen.epochs // MEASUREMENTS * number for number in range(1, MEASUREMENTS + 1)]
     rows: list[list[Cell]] = [
         [
             variant,
@@ -79,11 +79,11 @@ def main() -> None:
         chosen.json,
         title="Digits, a long run: does the learned inverse drift?",
         about=(
-            "The worst layer's ‖RW − I‖_F/√D at some epochs, and in the end the angle between Rᵀ and W⁻ᵀ in its layer with the "
-            "largest, and the exact validation NLL in nats. The paper's setting for MNIST on digits: λ = 1, no standardisation, "
-            "no decay, except where the row says otherwise."
+            "‖RW − I‖_F/√D of the worst layer at some epochs, then at the end the angle between Rᵀ and W⁻ᵀ in the layer where it "
+            "is largest, and the exact validation NLL in nats. The paper's setting for MNIST, on digits: λ = 1, no "
+            "standardisation, no decay, except where the row says otherwise."
         ),
-        columns=["R is held by", *(f"epoch {epoch}" for epoch in looks[1::2]), "log-det angle, °", "NLL", "seconds"],
+        columns=["R is held by", *(f"epoch {epoch}" for epoch in epochs_measured[1::2]), "log-det angle, °", "NLL", "seconds"],
         rows=rows,
         provenance=provenance(command=f"python benchmarks/drift.py --epochs {chosen.epochs} --workers {chosen.workers}")
         | {"epochs": f"{chosen.epochs}"},

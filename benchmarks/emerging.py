@@ -1,16 +1,16 @@
-"""Time the inverse of an autoregressive convolution against a substitution pixel by pixel, and the ways to solve for it.
+"""Times the inverse of an autoregressive convolution against pixel-by-pixel substitution and other ways to solve for it.
 
     python benchmarks/emerging.py [--device cpu] [--repeats 9] [--threads 1] [--json results/emerging-cpu.json]
 
-Of one 3×3 `AutoregressiveConv2d`, T(w)x = z is solved for x in float64:
+For one 3×3 `AutoregressiveConv2d`, T(w)x = z is solved for x in float64:
 
-raster order:  one pixel after another, all examples at once. What "inverse" is measured against.
+raster order:  one pixel after another, for all examples at once: the baseline for "inverse".
 dense:         T(w) as a matrix, triangular in the order of pixels, then channels; one triangular solve.
-fronts, rows:  the library's two ways.
+fronts, rows:  the two algorithms of the library.
 inverse:       the layer's own method, which chooses between the two, from float32 to float32, with the log-determinant.
 
-Candidates take turns within each round; a figure is the median over rounds, the gain the median of the rounds' ratios. On one
-thread unless told otherwise, since the pieces of work are small and other work on the machine disturbs two far more. Exits with
+Candidates take turns within each round. A figure is the median over rounds, the gain the median of the ratios per round. Runs on
+one thread by default, since each piece of work is small, and other load on the machine disturbs two threads far more. Exits with
 1 if the gain at 28×28 is below 5. About two minutes.
 """
 
@@ -27,11 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from record import Cell, at_least, command, parser, record, run
-from selfnorm.bench.timing import synchronize
 from selfnorm.cli.options import the_device
 from selfnorm.layers.emerging import AutoregressiveConv2d, Mask, solve_by_fronts, solve_by_rows
 from selfnorm.linalg.convmatrix import Geometry, conv_matrix
 from selfnorm.report.provenance import provenance
+from selfnorm.runtime.device import synchronize
 from selfnorm.runtime.threads import cpu_threads
 
 SHAPES = [(1, 28, 28), (4, 14, 14), (16, 7, 7), (12, 16, 16), (3, 32, 32)]
@@ -41,14 +41,14 @@ CANDIDATES = ("raster order", "dense", "fronts", "rows", "inverse")
 
 
 def solve_by_pixels(z: Tensor, w: Tensor) -> Tensor:
-    """The textbook's substitution, with as little work for each pixel as it takes."""
+    """Solves T(w)x = z by substitution, one pixel after another, with as little work per pixel as possible."""
     n, channels, height, width = z.shape
     kh, kw = w.shape[2], w.shape[3]
     centre = w[:, :, kh // 2, kw // 2]
     pull = torch.linalg.solve_triangular(centre, w.flatten(1), upper=True).mT.contiguous()
     alone = torch.linalg.solve_triangular(centre, z.permute(1, 2, 3, 0).reshape(channels, -1), upper=True)
     alone = alone.reshape(channels, height, width, n).permute(1, 2, 3, 0).contiguous()
-    # A pixel that is not yet solved for is 0, so the centre's own part in the product is too.
+    # Pixels that are not solved yet are 0, so the centre contributes nothing to the product.
     x = z.new_zeros(n, channels, height + kh - 1, width + kw - 1)
     for i, j in itertools.product(reversed(range(height)), reversed(range(width))):
         x[:, :, i + kh // 2, j + kw // 2] = alone[i, j] - x[:, :, i : i + kh, j : j + kw].reshape(n, -1) @ pull
@@ -86,7 +86,7 @@ def compare(shape: tuple[int, int, int], batch: int, mask: Mask, repeats: int, d
             synchronize(device)
             if round_:
                 times[name].append(1e3 * (time.perf_counter() - start))
-            else:  # the first warms up, and is checked
+            else:  # the first round warms up and checks the result
                 torch.testing.assert_close(found.double(), x, rtol=1e-4, atol=1e-4)
     gains = [slow / fast for slow, fast in zip(times["raster order"], times["inverse"], strict=True)]
     medians = [round(statistics.median(times[name]), 3) for name in CANDIDATES]
@@ -113,9 +113,9 @@ def main() -> None:
         title=f"The inverse of a 3×3 autoregressive convolution, on {source['machine']}",
         about=(
             "Milliseconds to solve T(w)x = z in float64: pixel by pixel in raster order, with T(w) as a dense triangular "
-            "matrix, by fronts of independent pixels, and by rows; then of the whole of `AutoregressiveConv2d.inverse`, which "
-            "takes rows or fronts. Medians over rounds; the gain is raster order over inverse, the lowest that of the worst "
-            f"round. At 28×28 at least {TARGET:g} is wanted."
+            "matrix, by fronts of independent pixels, and by rows; then of the whole `AutoregressiveConv2d.inverse`, which "
+            "uses rows or fronts. Medians over rounds; the gain is raster order over inverse, the lowest is that of the worst "
+            f"round. The target at 28×28 is at least {TARGET:g}."
         ),
         columns=["shape", "mask", "batch", *(f"{name} ms" for name in CANDIDATES), "gain", "lowest"],
         rows=rows,

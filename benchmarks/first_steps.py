@@ -1,11 +1,11 @@
-"""The losses of the first steps of a run, taken as CUDA graphs with fused kernels, against the eager step's in plain PyTorch.
+"""Compares the losses of the first steps of a run, as CUDA graphs with fused kernels, with those of eager steps in PyTorch.
 
     python benchmarks/first_steps.py [RECIPE ...] [--steps 50] [--json results/first_steps-h200.json]
 
-Both in float32 without TF32, on the recipe's own data, from the same weights, with the same batches, noise and learning rates:
-those of the recipe, which warm up, and then half the recipe's rate from the first step on. What can be expected there is shown by
-plain steps from weights that are off by 1e-7. Exits with 1 if a loss at the recipe's rates differs by more than 1e-4 of itself.
-On a CPU there are neither graphs nor kernels to compare.
+Both run in float32 without TF32, on the recipe's data, from the same weights, with the same batches, noise and learning rates:
+first those of the recipe, which warm up, then half the recipe's rate from the first step on. Plain steps from weights changed by
+1e-7 show how large a difference to expect at that rate. Exits with 1 if a loss at the recipe's rates differs by more than a
+relative 1e-4. On a CPU there are neither graphs nor kernels to compare.
 """
 
 from __future__ import annotations
@@ -39,19 +39,21 @@ RECIPES = (
     "mnist-glow-snf",
     "mnist-glow-exact",
 )
-MOST, OFF = 1e-4, 1e-7
-Rate = Callable[[int], float]  # of a step
+LARGEST_DIFFERENCE, WEIGHT_NOISE = 1e-4, 1e-7
+Rate = Callable[[int], float]  # from the number of a step to its learning rate
 
 
-def losses(recipe: Recipe, data: Examples, steps: int, rate: Rate, *, captured: bool = False, off: float = 0.0) -> torch.Tensor:
-    """Of so many steps from the start, with weights moved by a part of themselves."""
+def losses(
+    recipe: Recipe, data: Examples, steps: int, rate: Rate, *, captured: bool = False, weight_noise: float = 0.0
+) -> torch.Tensor:
+    """Returns the losses of the first steps, from weights with relative noise of this size."""
     torch.manual_seed(recipe.optimiser.seed)
     loss = build_loss(recipe, build_flow(recipe, data.shape, data.levels)).to(data.device)
     batches = TrainingBatches(data, recipe.optimiser.batch_size, recipe.optimiser.seed, recipe.data.flip, recipe.data.jitter)
     loss.flow.initialize(batches.batch(0, 0))
     with torch.no_grad():
-        for parameter in loss.parameters() if off else ():
-            parameter.mul_(1 + off * torch.randn_like(parameter))
+        for parameter in loss.parameters() if weight_noise else ():
+            parameter.mul_(1 + weight_noise * torch.randn_like(parameter))
     step: Step = (CapturedStep if captured else EagerStep)(loss, make_adam(loss), batches, recipe.optimiser.clip)
     found: list[torch.Tensor] = []
     while len(found) < steps:
@@ -63,7 +65,8 @@ def losses(recipe: Recipe, data: Examples, steps: int, rate: Rate, *, captured: 
 
 
 def compare(recipe: Recipe, data: Examples, steps: int) -> list[Cell]:
-    """Losses, and largest differences: at the recipe's rates; at half its rate; of plain steps from other weights."""
+    """Returns the first and last loss, then the largest differences: at the recipe's rates; at half its rate; of plain steps
+    from noisy weights."""
     chosen = recipe.optimiser
     per_epoch = len(data) // chosen.batch_size
 
@@ -76,7 +79,7 @@ def compare(recipe: Recipe, data: Examples, steps: int) -> list[Cell]:
     with precision("float32"):
         with used_on():
             plain, plain_half = losses(recipe, data, steps, scheduled), losses(recipe, data, steps, half)
-            moved = losses(recipe, data, steps, half, off=OFF)
+            moved = losses(recipe, data, steps, half, weight_noise=WEIGHT_NOISE)
         fast, fast_half = (losses(recipe, data, steps, rate, captured=True) for rate in (scheduled, half))
     differences = [((a - b) / b).abs().max().item() for a, b in ((fast, plain), (fast_half, plain_half), (moved, plain_half))]
     return [round(plain[0].item(), 2), round(plain[-1].item(), 2), *(float(f"{each:.1e}") for each in differences)]
@@ -100,16 +103,26 @@ def main() -> None:
         chosen.json,
         title=f"The first {chosen.steps} steps, fast and plain",
         about=(
-            "The loss of the first and the last of these steps, and the largest relative difference between those of steps as "
-            f"CUDA graphs with fused kernels and of eager ones in plain PyTorch, TF32 off; {MOST:g} is allowed. Then the same at "
-            f"half the recipe's learning rate from the first step on, beside that of plain steps from weights off by {OFF:g}."
+            "The loss of the first and the last of these steps, and the largest relative difference between steps as CUDA graphs "
+            f"with fused kernels and eager steps in plain PyTorch, without TF32; {LARGEST_DIFFERENCE:g} is allowed. Then the "
+            "same at half the recipe's learning rate from the first step on, and the difference of plain steps from weights "
+            f"changed by {WEIGHT_NOISE:g}."
         ),
-        columns=["recipe", "first loss", "last loss", "difference", "at half the rate", f"plain, weights off by {OFF:g}"],
+        columns=[
+            "recipe",
+            "first loss",
+            "last loss",
+            "difference",
+            "at half the rate",
+            f"plain, weights off by {WEIGHT_NOISE:g}",
+        ],
         rows=rows,
         provenance=provenance(device, command=command()),
     )
-    if wrong := [row[0] for row in rows if not float(row[3] or 0) <= MOST]:  # a NaN is not
-        sys.exit(f"first_steps: expected differences of at most {MOST:g}, got more for {', '.join(map(str, wrong))}")
+    if wrong := [row[0] for row in rows if not float(row[3] or 0) <= LARGEST_DIFFERENCE]:  # true for NaN, too
+        sys.exit(
+            f"first_steps: expected differences of at most {LARGEST_DIFFERENCE:g}, got more for {', '.join(map(str, wrong))}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The course of a finished run, from its folder, in the shape that results are kept in.
+"""Writes the validation history of a finished run as a results file.
 
     selfnorm train mnist-fc-snf --run runs/fc
     python benchmarks/full_run.py runs/fc --json results/mnist-fc-snf-h200.json
 
-The table has a few of the epochs; the file also holds all validations, under "metrics". Command, commit, machine and date are
+The table shows some of the epochs; the file also holds all validations, under "metrics". Command, commit, machine and date are
 those of the run.
 """
 
@@ -21,7 +21,7 @@ SHOWN = 12
 
 
 def course(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each validation with what was said of its epoch's training."""
+    """Returns each validation together with the training metrics of its epoch."""
     epochs = {each["epoch"]: each for each in records if each["kind"] == "epoch"}
     return [
         {
@@ -63,7 +63,7 @@ def main() -> None:
         about=(
             f"Test NLL {result.test} of the best weights by validation, those of epoch {result.best_epoch:,}"
             f"{f' (the paper, {paper})' if paper else ''}; {result.seconds / 60:.1f} minutes of training and validation. Below: "
-            "exact validation NLL in nats, largest squared reconstruction error of a layer, milliseconds a step, minutes so far."
+            "exact validation NLL in nats, largest squared reconstruction error of a layer, ms per step, minutes so far."
         ),
         columns=["epoch", "validation NLL", "reconstruction", "ms a step", "minutes"],
         rows=rows,

@@ -1,11 +1,10 @@
-"""Kill training runs at random moments, resume them each time, and compare what they end with, bit for bit, with runs left alone.
+"""Kills training runs at random moments, resumes them, and compares the results, bit for bit, with uninterrupted runs.
 
     python benchmarks/kills.py [--seed 0] [--json results/kills-cpu.json]
 
-SIGKILL gives a process no chance to tidy up. Before every other kill a checkpoint is written after each step, and the kill
-waits until one is under way, so that some are hit half written; before the rest, one is written ten times a second. The command
-`selfnorm train --resume` brings a run to its end after its last kill. Exits with 1 if anything differs but the time that was
-taken. About four minutes.
+SIGKILL gives a process no chance to clean up. Before every other kill, a checkpoint is written after each step, and the kill
+waits until one is being written, so that some are left half written; before the others, one is written ten times a second. After
+the last kill, `selfnorm train --resume` finishes the run. Exits with 1 if anything but the time differs. About four minutes.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from selfnorm.train.settings import override
 
 HALF_WRITTEN = ".*.part*"  # the temporary names of `selfnorm.runtime.files`
 SAVE_EVERY = (0.1, 0.0)  # seconds, by turns; 0 saves after each step
-LONGEST = 1.5  # seconds of training before a kill
+LONGEST_DELAY = 1.5  # seconds of training before a kill
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run to kill, with settings that make it outlast its kills."""
+    """A run to kill, with settings that make it last longer than its kills."""
 
     recipe: str
     settings: tuple[str, ...]
@@ -56,11 +55,11 @@ CASES = [
 
 
 def drive(case: Case, path: Path, save_every: float) -> None:
-    """Start or resume a run, here and now: the command has no option for checkpoints this often. Prints each step it is told."""
+    """Starts or resumes a run in this process, since the command cannot save this often. Prints each reported step."""
 
-    def report(told: dict[str, Any]) -> None:
-        if told["kind"] == "step":
-            print(told["step"], told["total"], flush=True)
+    def report(event: dict[str, Any]) -> None:
+        if event["kind"] == "step":
+            print(event["step"], event["total"], flush=True)
 
     if RunFolder(path).recipe.exists():
         resume_run(path, report=report, save_every=save_every)
@@ -69,7 +68,7 @@ def drive(case: Case, path: Path, save_every: float) -> None:
 
 
 def kill_once(index: int, path: Path, delay: float, save_every: float) -> float:
-    """Kill a run after so long a training, if it saves after each step in mid-save; the epoch from which it will be resumed."""
+    """Kills a run after `delay` seconds of training, mid-save if it saves after each step; returns the epoch to resume from."""
     command = [sys.executable, __file__, "--drive", str(index), str(path), str(save_every)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -83,7 +82,7 @@ def kill_once(index: int, path: Path, delay: float, save_every: float) -> float:
         os.kill(process.pid, signal.SIGKILL)
         process.stdout.read()
     if process.returncode != -signal.SIGKILL:
-        raise RuntimeError(f"kills: expected {CASES[index].name} to outlast its kills, got exit code {process.returncode}")
+        raise RuntimeError(f"kills: expected {CASES[index].name} to run until it was killed, got exit code {process.returncode}")
     checkpoint = read_checkpoint(RunFolder(path).last)
     return checkpoint.recipe.optimiser.epochs * float(checkpoint.progress["step"]) / int(first[1])
 
@@ -95,14 +94,14 @@ def selfnorm(*arguments: str) -> None:
 
 
 def differences(killed: RunFolder, whole: RunFolder) -> tuple[int, list[str]]:
-    """How many tensors were compared, and what differs between two runs, the time they took left out."""
+    """Returns the number of tensors compared, and what differs between two runs, except for times."""
     compared, found = 0, []
     for one, other in ((killed.best, whole.best), (killed.last, whole.last)):
         a, b = read_checkpoint(one), read_checkpoint(other)
         names = sorted(a.tensors.keys() | b.tensors.keys())
         compared += len(names)
         found += [f"{one.name}: {name}" for name in names if _bytes(a, name) != _bytes(b, name)]
-        # The log's length in bytes depends on how many digits the times have.
+        # The length of the log in bytes depends on how many digits the times have.
         timeless = [{k: v for k, v in c.progress.items() if k not in ("seconds", "log_length")} for c in (a, b)]
         found += [f"{one.name}: progress"] if timeless[0] != timeless[1] else []
     times = ("seconds", "step_seconds")
@@ -116,13 +115,13 @@ def _bytes(checkpoint: Checkpoint, name: str) -> tuple[Any, ...] | None:
 
 
 def measure(index: int, parent: Path, moments: random.Random) -> tuple[list[Cell], list[str]]:
-    """One case's row, and what differed."""
+    """Returns the row of one case, and what differed."""
     case = CASES[index]
     killed, whole = RunFolder(parent / f"killed-{index}"), RunFolder(parent / f"whole-{index}")
     epochs, partial = [], set()
     for kill in range(case.kills):
-        epochs.append(kill_once(index, killed.path, moments.uniform(0, LONGEST), SAVE_EVERY[kill % len(SAVE_EVERY)]))
-        partial |= set(killed.path.glob(HALF_WRITTEN))  # what the next start sweeps away
+        epochs.append(kill_once(index, killed.path, moments.uniform(0, LONGEST_DELAY), SAVE_EVERY[kill % len(SAVE_EVERY)]))
+        partial |= set(killed.path.glob(HALF_WRITTEN))  # deleted by the next start
         print(f"{case.name}: killed; resumes at epoch {epochs[-1]:.2f}", flush=True)
     selfnorm("train", "--resume", str(killed.path))
     settings = [word for setting in case.settings for word in ("--set", setting)]
@@ -135,8 +134,10 @@ def measure(index: int, parent: Path, moments: random.Random) -> tuple[list[Cell
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--seed", type=int, default=0, help="of the moments")
-    options.add_argument("--drive", nargs=3, metavar=("CASE", "RUN", "SECONDS"), help="what the script calls itself with")
+    options.add_argument("--seed", type=int, default=0, help="of the random moments")
+    options.add_argument(
+        "--drive", nargs=3, metavar=("CASE", "RUN", "SECONDS"), help="for internal use: the script calls itself with it"
+    )
     chosen = options.parse_args()
     if chosen.drive:
         index, path, save_every = chosen.drive
@@ -153,8 +154,8 @@ def main() -> None:
         about=(
             "Runs killed by SIGKILL at random moments and resumed each time, against the same runs never killed: tensors of "
             "best.safetensors and last.safetensors (weights, multipliers, Adam's moments, sums) bit for bit, and the lines of "
-            f"metrics.jsonl without their seconds. Checkpoints were due every {SAVE_EVERY[0]} s or, by turns, after each step, "
-            "the kill then aimed at one; half written is how many unfinished files the kills left."
+            f"metrics.jsonl without their times. Checkpoints were written alternately every {SAVE_EVERY[0]} s or after each "
+            "step, with the kill aimed at one; half written is the number of unfinished files that the kills left."
         ),
         columns=["run", "kills", "resumed at epoch", "half written", "tensors", "lines", "differences"],
         rows=[row for row, _ in measured],

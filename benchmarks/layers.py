@@ -1,9 +1,10 @@
-"""Time a self-normalizing layer against its exact twin, and the building of T(w). `make bench`, or with options:
+"""Times a self-normalizing layer against its exact twin, and building T(w). Run `make bench`, or with options:
 
     python benchmarks/layers.py [--device cuda] [--repeats 9] [--json results/layers-cpu.json]
 
 One "step" is `surrogate` and its backward pass at batch 100, without an optimiser. Candidates take turns within each round, so
-that a slow moment of the machine hits all of them; a figure is the median over rounds, a ratio the median of the rounds' ratios.
+that a slow phase of the machine affects all of them. A figure is the median over rounds, a ratio the median of the ratios per
+round.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import torch
 
 from record import Cell, at_least, command, parser, record, run
 from selfnorm import Bijection, ExactConv2d, ExactLinear, SelfNormConv2d, SelfNormLinear
-from selfnorm.bench.timing import synchronize
 from selfnorm.cli.options import the_device
 from selfnorm.linalg.convmatrix import Geometry, conv_matrix
 from selfnorm.report.provenance import provenance
+from selfnorm.runtime.device import synchronize
 
 BATCH = 100
 # The three stages of the paper's 9-layer flow on MNIST, each of 784 dimensions.
@@ -28,7 +29,7 @@ CONV_STAGES = [(1, 28, 28), (4, 14, 14), (16, 7, 7)]
 
 
 def time_rounds(candidates: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
-    """Milliseconds of each candidate in each round, after two rounds to warm up."""
+    """Returns the milliseconds of each candidate in each round, after two rounds of warm-up."""
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for round_ in range(repeats + 2):
         for name, candidate in candidates.items():
@@ -42,7 +43,7 @@ def time_rounds(candidates: Mapping[str, Callable[[], object]], repeats: int, de
 
 
 def step(layer: Bijection, x: torch.Tensor) -> Callable[[], None]:
-    """Forward and backward of the training objective, as inside a flow: with a gradient for x too."""
+    """Returns a function that runs the training objective forward and backward, with a gradient for x as inside a flow."""
     x = x.requires_grad_()
 
     def run() -> None:
@@ -55,7 +56,7 @@ def step(layer: Bijection, x: torch.Tensor) -> Callable[[], None]:
 
 
 def six_products(x: torch.Tensor, features: int) -> Callable[[], None]:
-    """The matrix products that the self-normalizing step cannot do without, and nothing else."""
+    """Returns a function that runs only the matrix products that the self-normalizing step needs."""
     W, R, g = torch.randn(features, features).to(x), torch.randn(features, features).to(x), torch.randn_like(x)
     x = x.detach()
 
@@ -114,8 +115,8 @@ def main() -> None:
         title=f"One layer's training step, on {source['machine']}",
         about=(
             f"`surrogate` and its backward pass at batch {BATCH}, in milliseconds: medians over rounds, and the lowest ratio of "
-            "any round. Six products are the matrix products that a self-normalizing linear layer cannot do without; T(w) is the "
-            "time to build that matrix."
+            "any round. Six products are the matrix products that a self-normalizing linear layer needs; T(w) is the time to "
+            "build that matrix."
         ),
         columns=columns,
         rows=[[row.get(column) for column in columns] for row in rows],

@@ -1,14 +1,14 @@
-"""What the training loop costs beside the training: its time per step against a bare step written by hand.
+"""Measures the overhead of the training loop: its time per step against a bare step written by hand.
 
     python benchmarks/loop_overhead.py [--rounds 40] [--json results/loop_overhead-cpu.json]
 
 bare:  batch, loss, backward, fused Adam; the same functions on the same batches.
-step:  `EagerStep`, which adds the gradient's norm, the check that all is finite and the learning rate.
-loop:  `Trainer` with a folder: sums, metrics and reports too. Validation and checkpoints are left out; a checkpoint's time is its
-       own column.
+step:  `EagerStep`, which adds the norm of the gradient, a check that all is finite, and the learning rate.
+loop:  `Trainer` with a folder, which adds sums, metrics and reports. Validation and checkpoints are left out; the time of a
+       checkpoint has its own column.
 
-The three take turns within each round, in changing order, each from fresh weights; an overhead is the median of the rounds'
-ratios. Rounds are short, and all on one thread, since other work on the machine disturbs two far more. About three minutes.
+The three take turns within each round, in changing order, each from fresh weights. An overhead is the median of the ratios per
+round. Rounds are short and use one thread, since other load on the machine disturbs two threads far more. About three minutes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def fresh(recipe: Recipe, dataset: Dataset, folder: RunFolder | None = None) -> 
 
 
 def time_calls(trainer: Trainer, call: Callable[[int, int], object]) -> float:
-    """Seconds a step, the first left out."""
+    """Returns the seconds per step, without the first."""
     started = 0.0
     with cpu_threads(trainer.recipe.optimiser.threads):
         for step in range(trainer.total):
@@ -75,14 +75,14 @@ def time_step(recipe: Recipe, dataset: Dataset) -> float:
 
 
 def time_loop(recipe: Recipe, dataset: Dataset, saves: list[float]) -> float:
-    """From the first step's report to the last epoch's, which comes before the validation at the end."""
+    """Returns the seconds per step, from the report of the first step to that of the last epoch, before the final validation."""
     moments: list[float] = []
     first: dict[str, int] = {}
 
-    def report(told: dict[str, Any]) -> None:
-        if (told["kind"] == "step" and not moments) or told["kind"] == "epoch":
+    def report(event: dict[str, Any]) -> None:
+        if (event["kind"] == "step" and not moments) or event["kind"] == "epoch":
             moments.append(time.perf_counter())
-            first.setdefault("step", told["step"])
+            first.setdefault("step", event["step"])
 
     with tempfile.TemporaryDirectory() as path:
         trainer = Trainer(recipe, dataset, folder=RunFolder(Path(path)), report=report, save_every=1e9)
@@ -106,7 +106,7 @@ def compare(name: str, recipe: Recipe, dataset: Dataset, rounds: int) -> list[Ce
         order = list(candidates)[round_ % 3 :] + list(candidates)[: round_ % 3]
         found = {key: 1e3 * candidates[key]() for key in order}
         print(f"{name}, round {round_}: " + ", ".join(f"{key} {found[key]:.3f} ms" for key in candidates), flush=True)
-        if round_:  # the first warms up
+        if round_:  # the first is a warm-up
             for key, value in found.items():
                 times[key].append(value)
     percent = {
@@ -133,12 +133,12 @@ def main() -> None:
         source = provenance(command=f"python benchmarks/loop_overhead.py --rounds {chosen.rounds}")
     record(
         chosen.json,
-        title="What the training loop costs beside the training",
+        title="Overhead of the training loop",
         about=(
-            "Milliseconds a step of a bare hand-written step, of the library's step (with the gradient's norm and the check that "
-            "all is finite), and of the whole loop with its metrics, without validation and checkpoints; overhead in per cent of "
-            f"the bare step, as medians of the rounds' ratios. At most {TARGET:g} is wanted of the loop. The last column is one "
-            "checkpoint, last and best, in milliseconds; one is due every 30 s. MNIST's data is made up here."
+            "Milliseconds per step of a bare hand-written step, of the library's step (with the norm of the gradient and a check "
+            "that all is finite), and of the whole loop with its metrics, without validation and checkpoints; overhead in per "
+            f"cent of the bare step, as medians of the ratios per round. The target for the loop is at most {TARGET:g}. The last "
+            "column is one checkpoint, last and best, in milliseconds; one is written every 30 s. The MNIST data is random."
         ),
         columns=["recipe", "bare ms", "step ms", "loop ms", "step %", "loop %", "checkpoint ms"],
         rows=rows,

@@ -1,9 +1,9 @@
-"""How well ‖T(k)‖ ≤ 0.9 is held in training, by power iteration and by the bound that `ExpConv2d` uses.
+"""Checks whether training keeps ‖T(k)‖ ≤ 0.9, with power iteration and with the bound that `ExpConv2d` uses.
 
     python benchmarks/norm.py [--json results/norm-cpu.json]
 
-Adam at 1e-3 fits exp(T(k)) to a target that is out of reach, so that the kernel is driven against the limit. After every tenth of
-150 steps the true norm is taken from the singular values of T(k). About 2 minutes.
+Adam at 1e-3 fits exp(T(k)) to a target that it cannot reach, which drives the kernel against the limit. After every tenth of 150
+steps the true norm is computed from the singular values of T(k). About 2 minutes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from selfnorm.report.provenance import provenance
 
 SHAPES = ((4, 14), (8, 10), (16, 7))  # channels, side
 ITERATIONS = (1, 4, 16)  # after each step
-STEPS, LOOK = 150, 10
+STEPS, CHECK_EVERY = 150, 10
 PLAIN = Geometry()
 
 
 def worst(channels: int, side: int, iterations: int | None) -> float:
-    """The largest true norm over 0.9; with None for iterations, of kernels held by the bound."""
+    """Returns the largest true norm over 0.9, with this many power iterations per step, or with the bound if None."""
     torch.manual_seed(0)
     weight = (0.01 * torch.randn(channels, channels, 3, 3)).requires_grad_()
     u = torch.randn(1, channels, side, side)
@@ -46,7 +46,7 @@ def worst(channels: int, side: int, iterations: int | None) -> float:
         with torch.no_grad():
             for _ in range(iterations or 0):
                 u = convolve(convolve(u / u.norm(), weight, PLAIN), flip(weight), PLAIN)
-            if step % LOOK == 0:
+            if step % CHECK_EVERY == 0:
                 matrix = conv_matrix(kernel(), (side, side), PLAIN)[0]
                 largest = max(largest, float(torch.linalg.matrix_norm(matrix, 2)) / LARGEST_NORM)
     return largest
@@ -56,15 +56,15 @@ def main() -> None:
     options = parser(__doc__).parse_args()
     torch.set_num_threads(1)
     rows: list[list[Cell]] = [
-        [f"{channels}×{side}×{side}", *(round(worst(channels, side, way), 3) for way in (*ITERATIONS, None))]
+        [f"{channels}×{side}×{side}", *(round(worst(channels, side, iterations), 3) for iterations in (*ITERATIONS, None))]
         for channels, side in SHAPES
     ]
     record(
         options.json,
         title="Holding the convolution exponential's norm",
         about=(
-            f"The largest true ‖T(k)‖ over its limit {LARGEST_NORM}, seen in {STEPS} steps of Adam at 1e-3 that drive the kernel "
-            "against it: at most 1 is wanted."
+            f"The largest true ‖T(k)‖ over its limit {LARGEST_NORM} in {STEPS} steps of Adam at 1e-3 that drive the kernel "
+            "against it. The target is at most 1."
         ),
         columns=["images", *(f"power iteration, {number} a step" for number in ITERATIONS), "the bound"],
         rows=rows,

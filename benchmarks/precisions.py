@@ -1,9 +1,9 @@
-"""One checkpoint's exact test likelihood with products in float32, in TF32, and with coupling networks in bfloat16.
+"""Evaluates the exact test likelihood of one checkpoint in float32, in TF32, and with coupling networks in bfloat16.
 
     python benchmarks/precisions.py [RECIPE] [--epochs 10] [--json results/precisions-h200.json]
 
 Trains the recipe (mnist-glow-snf) for a few epochs, then evaluates its best weights three times with the same noise. Exits with 1
-if TF32 moves the likelihood by more than 0.1 nat or bfloat16 by more than 1. Without a GPU TF32 is float32.
+if TF32 changes the likelihood by more than 0.1 nats or bfloat16 by more than 1. Without a GPU, TF32 is float32.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from selfnorm.train.experiments import find_recipe
 from selfnorm.train.loop import Trainer
 from selfnorm.train.run import dataset_of, with_absolute_data_path
 
-MOST: dict[Precision, float] = {"float32": 0.0, "tf32": 0.1, "bf16": 1.0}  # nats
+LARGEST_CHANGE: dict[Precision, float] = {"float32": 0.0, "tf32": 0.1, "bf16": 1.0}  # nats
 
 
-def report(told: dict[str, Any]) -> None:
-    if told["kind"] == "validation":
-        print(f"epoch {told['epoch']}: {told['nll']:.2f} nats", flush=True)
+def report(event: dict[str, Any]) -> None:
+    if event["kind"] == "validation":
+        print(f"epoch {event['epoch']}: {event['nll']:.2f} nats", flush=True)
 
 
 def main() -> None:
@@ -55,15 +55,16 @@ def main() -> None:
         title="One checkpoint in three precisions",
         about=(
             f"Exact test NLL in nats of {recipe.name} after {chosen.epochs} epochs, over {len(dataset.test)} images with one "
-            f"dequantisation sample each, the same for all. TF32 may move it by {MOST['tf32']:g}, bf16 by {MOST['bf16']:g}."
+            f"dequantisation sample each, the same for all. TF32 may change it by {LARGEST_CHANGE['tf32']:g}, "
+            f"bf16 by {LARGEST_CHANGE['bf16']:g}."
         ),
         columns=["precision", "test NLL", "±", "moved by"],
         rows=rows,
         provenance=provenance(trainer.device, command=command()) | {"epochs": str(trainer.epoch)},
     )
-    for value, most in MOST.items():
+    for value, most in LARGEST_CHANGE.items():
         if not abs(moved[value]) <= most:
-            sys.exit(f"precisions: expected {value} to move the likelihood by at most {most:g} nats, got {moved[value]:.3f}")
+            sys.exit(f"precisions: expected {value} to change the likelihood by at most {most:g} nats, got {moved[value]:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the scripts share: the option --json, and a table printed and stored in the shape that `selfnorm.report.results` reads."""
+"""Shared by the scripts: the option --json, and a table that is printed and stored as `selfnorm.report.results` reads it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Cell = str | float | None
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser that knows --json."""
+    """Returns an argument parser with the option --json."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", type=Path, help="write the figures here, with command, commit, machine and date")
     return made
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """The type of an option that is a number, this or more."""
+    """Returns the type of an option that takes a whole number of at least `least`."""
 
     def number(text: str) -> int:
         if not text.isascii() or not text.isdigit() or int(text) < least:
@@ -34,7 +34,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def command() -> str:
-    """What was typed, but for --json."""
+    """Returns the command line without --json."""
     words = sys.argv[1:]
     if "--json" in words:
         at = words.index("--json")
@@ -43,7 +43,7 @@ def command() -> str:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Whatever was given wrong as one line."""
+    """Runs a script, and reports a ValueError as one line."""
     try:
         main()
     except ValueError as error:
@@ -60,7 +60,7 @@ def record(
     provenance: Mapping[str, str | None],
     metrics: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Print the rows, and write all of it to a file if one is named, with metrics that are too long for a table."""
+    """Prints the rows. If a path is given, writes everything there, with metrics that are too long for a table."""
     for row in rows:
         print("   ".join(f"{column}: {cell}" for column, cell in zip(columns, row, strict=True) if cell is not None))
     if path:

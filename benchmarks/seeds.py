@@ -1,8 +1,8 @@
-"""Several seeds of a recipe trained at once in one process, against one alone.
+"""Times training several seeds of a recipe at once in one process, against one alone.
 
     python benchmarks/seeds.py [RECIPE ...] [--epochs 40] [--json results/seeds-h200.json]
 
-Times whole epochs, without validation; the first quarter of them, in which kernels are compiled and graphs captured, is left out.
+Times whole epochs without validation, except the first quarter, in which kernels are compiled and graphs captured.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SEEDS = (1, 3, 6)
 
 
 def milliseconds(recipe: Recipe, dataset: Dataset, seeds: int, device: torch.device) -> float:
-    """Of a step of all seeds together."""
-    ended: list[float] = []  # when each epoch of the first one was over
+    """Returns the milliseconds of one step of all seeds together."""
+    ended: list[float] = []  # the time at which each epoch of the first seed ended
 
-    def report(told: dict[str, Any]) -> None:
-        if told["kind"] == "epoch":
+    def report(event: dict[str, Any]) -> None:
+        if event["kind"] == "epoch":
             ended.append(time.perf_counter())
 
     first = Trainer(recipe, dataset, device=device, report=report)
@@ -63,7 +63,7 @@ def main() -> None:
     record(
         chosen.json,
         title="Several seeds at once",
-        about="Milliseconds a training step, of all seeds and for each, and how many times as fast as one seed after another.",
+        about="Milliseconds per training step, for all seeds and for each, and the speed-up over one seed after another.",
         columns=["recipe", "seeds", "ms for all", "ms for each", "gain"],
         rows=rows,
         provenance=provenance(device, command=command()) | {"epochs": str(chosen.epochs)},

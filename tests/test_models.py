@@ -26,8 +26,8 @@ from selfnorm.models import CONV, LINEAR, MIX, conv_flow, fc_flow, glow
 BUILDERS = {
     "fc": lambda kind: (fc_flow((1, 4, 4), linear=kind, levels=256), 256 * torch.rand(5, 1, 4, 4)),
     "conv": lambda kind: (conv_flow((1, 8, 4), 2, 1, conv=kind, levels=256), 256 * torch.rand(5, 1, 8, 4)),
-    "glow": lambda kind: (glow((1, 8, 4), steps=2, hidden=8, mix=kind, levels=256), 256 * torch.rand(5, 1, 8, 4)),
-    "glow-3x3": lambda kind: (glow((1, 8, 4), steps=1, hidden=8, mix=kind, mix_kernel_size=3), torch.randn(5, 1, 8, 4)),
+    "glow": lambda kind: (glow((1, 8, 4), steps_per_block=2, hidden=8, mix=kind, levels=256), 256 * torch.rand(5, 1, 8, 4)),
+    "glow-3x3": lambda kind: (glow((1, 8, 4), steps_per_block=1, hidden=8, mix=kind, mix_kernel_size=3), torch.randn(5, 1, 8, 4)),
 }
 
 
@@ -178,24 +178,31 @@ def test_glow_is_the_papers():
 
 
 def test_cifar_glow_has_the_papers_channels():
-    flow = glow((3, 32, 32), blocks=3, steps=1, hidden=4)
+    flow = glow((3, 32, 32), blocks=3, steps_per_block=1, hidden=4)
     channels = [m.channels for m in flow.modules() if isinstance(m, ActNorm)]
     assert channels == [12, 24, 48]
     assert flow.base.extra_repr() == "(3072,)"
+
+
+def test_glow_takes_its_steps_by_their_old_name():
+    old, new = (glow((1, 4, 4), blocks=1, hidden=4, **option) for option in ({"steps": 3}, {"steps_per_block": 3}))
+    assert kinds(old.bijection) == kinds(new.bijection) == [Squeeze, *[ActNorm, SelfNormConv2d, AffineCoupling] * 3, Flatten]
+    with pytest.raises(TypeError, match="glow: expected steps_per_block once"):
+        glow((1, 4, 4), steps=3, steps_per_block=3)
 
 
 def test_exact_kinds():
     assert isinstance(fc_flow(3, linear="exact").bijection[1], ExactLinear)
     assert isinstance(conv_flow((1, 4, 4), conv="exact").bijection[0], ExactConv2d)
     for kernel_size in (1, 5):
-        mix = glow((1, 4, 4), steps=1, hidden=4, mix="exact", mix_kernel_size=kernel_size).bijection[2]
+        mix = glow((1, 4, 4), steps_per_block=1, hidden=4, mix="exact", mix_kernel_size=kernel_size).bijection[2]
         assert isinstance(mix, ExactConv2d) and mix.kernel_size == (kernel_size, kernel_size)
 
 
 @pytest.mark.parametrize("build", [fc_flow, conv_flow, glow])
 def test_a_trained_flow_loads_into_its_exact_twin_and_back(build):
     keyword = {"fc_flow": "linear", "conv_flow": "conv", "glow": "mix"}[build.__name__]
-    options = {"steps": 1, "hidden": 4} if build is glow else {}
+    options = {"steps_per_block": 1, "hidden": 4} if build is glow else {}
     selfnorm, exact = (build((1, 4, 4), **{keyword: kind}, **options) for kind in ("selfnorm", "exact"))
     x = torch.randn(3, 1, 4, 4)
     exact.load_state_dict(selfnorm.state_dict())
@@ -208,11 +215,11 @@ def test_a_trained_flow_loads_into_its_exact_twin_and_back(build):
 def test_kernel_sizes_reach_the_layers():
     for conv in ("selfnorm", "exact"):
         assert conv_flow((1, 8, 8), kernel_size=(1, 5), conv=conv).bijection[0].weight.shape == (1, 1, 1, 5)
-        assert glow((1, 4, 4), steps=1, hidden=4, mix=conv, mix_kernel_size=5).bijection[2].weight.shape == (4, 4, 5, 5)
+        assert glow((1, 4, 4), steps_per_block=1, hidden=4, mix=conv, mix_kernel_size=5).bijection[2].weight.shape == (4, 4, 5, 5)
 
 
 def test_initialize_reaches_every_actnorm():
-    flow, x = glow((1, 8, 8), blocks=3, steps=2, hidden=4), 3 * torch.randn(64, 1, 8, 8) + 1
+    flow, x = glow((1, 8, 8), blocks=3, steps_per_block=2, hidden=4), 3 * torch.randn(64, 1, 8, 8) + 1
     flow.initialize(x)
     assert all(m.initialized for m in flow.modules() if isinstance(m, ActNorm))
     z = flow.bijection[:2](x)[0].transpose(0, 1).flatten(1)
@@ -238,7 +245,7 @@ def test_asymmetric_conv_flow():
         (lambda: glow((28, 28)), r"expected a shape \(C, H, W\)"),
         (lambda: fc_flow(0), "at least 1"),
         (lambda: fc_flow(4, layers=0), "fc_flow: expected layers to be a whole number of at least 1, got 0"),
-        (lambda: glow((1, 4, 4), steps=0), "glow: expected steps"),
+        (lambda: glow((1, 4, 4), steps_per_block=0), "glow: expected steps_per_block"),
         (lambda: fc_flow(4, levels=0), "fc_flow: expected levels"),
         (lambda: fc_flow(4, alpha=0), "SmoothLeakyReLU: expected alpha in"),
     ],

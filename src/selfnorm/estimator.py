@@ -1,4 +1,4 @@
-"""`SelfNormDensity`: a self-normalizing flow as a scikit-learn density estimator and outlier detector."""
+"""`SelfNormDensity`, a self-normalizing flow as a scikit-learn density estimator and outlier detector."""
 
 from __future__ import annotations
 
@@ -29,20 +29,23 @@ Floats = NDArray[np.float64]
 
 
 class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignore[misc]
-    """The density of a table, learned by a flow of linear layers and splines; exact log-likelihoods, samples and outliers.
+    """Learns the density of a table with a flow of linear layers and splines; gives exact log-likelihoods, samples and outliers.
 
-    layers:               linear layers, with learned splines between them; by default by the number of columns.
-    learning_rate:        of Adam; likewise.
-    kind:                 "selfnorm" for layers that learn their inverse, "exact" for exact gradients.
-    reconstruction_weight: λ, how much the learned inverses matter beside the likelihood.
-    max_steps:            optimiser steps of batch_size rows at most, though at least one epoch; training stops before that if
-                          validation_fraction of the rows stops improving.
-    patience:             how many validations without a new best it waits for, a validation every 2 % of max_steps.
-    contamination:        the part of the training rows that `predict` calls outliers.
-    random_state:         seeds everything: split, weights, order.
-    device:               where to train; the fitted flow scores on the CPU, in float64.
+    layers:                 the number of linear layers, with learned splines between them; by default chosen by the number of
+                            columns.
+    learning_rate:          of Adam; by default chosen by the number of columns.
+    kind:                   "selfnorm" for layers that learn their inverse, "exact" for exact gradients.
+    reconstruction_weight:  λ, the weight of the reconstruction error relative to the likelihood.
+    max_steps:              the largest number of optimiser steps, each on batch_size rows, but at least one epoch. Training
+                            stops earlier if the likelihood of the held-out rows, validation_fraction of all, stops improving.
+    patience:               the number of validations without a new best before training stops; there is one validation
+                            every 2 % of max_steps.
+    contamination:          the fraction of the training rows that `predict` labels as outliers.
+    random_state:           the seed for everything: split, weights, order.
+    device:                 where to train; the fitted flow scores on the CPU, in float64.
 
-    Fitted: flow_, a `Flow`; offset_, the log-likelihood below which a row is an outlier; validation_nll_; n_steps_.
+    Attributes after fit: flow_, a `Flow`; offset_, the log-likelihood below which a row is an outlier; validation_nll_, the best
+    validation NLL in nats; n_steps_, the number of steps taken.
 
     >>> rows = np.random.default_rng(0).normal(size=(200, 2))
     >>> model = SelfNormDensity(max_steps=100, random_state=0).fit(rows)
@@ -78,7 +81,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         self.device = device
 
     def fit(self, X: ArrayLike, y: object = None) -> Self:
-        """Learn the density of the rows of X."""
+        """Learns the density of the rows of X, and returns the estimator."""
         table = validate_data(self, X, dtype=np.float64, ensure_min_samples=3)
         for name, value in (("contamination", self.contamination), ("validation_fraction", self.validation_fraction)):
             if not isinstance(value, Real) or not 0 < value <= 0.5:
@@ -88,7 +91,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         order = random.permutation(len(table))
         held_out = max(1, round(self.validation_fraction * len(table)))
         rows = torch.from_numpy(table[order])
-        # Here rather than by the recipe: in float32 a column such as 1e8 ± 1 would have lost its digits already.
+        # Here, in float64, and not by the recipe: float32 would already have lost the digits of a column such as 1e8 ± 1.
         standardize = Standardize(rows.shape[1]).double()
         with located("SelfNormDensity"):
             standardize.initialize(rows[held_out:])
@@ -113,7 +116,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
             if best.progress["best_nll"] is None:  # not even one validation
                 raise
             warnings.warn(
-                f"SelfNormDensity: diverged after {best.progress['step']} steps, whose weights are kept; try a "
+                f"SelfNormDensity: training diverged, so the weights after {best.progress['step']} steps are kept; try a "
                 "larger reconstruction_weight or a smaller learning_rate",
                 ConvergenceWarning,
                 stacklevel=2,
@@ -126,25 +129,25 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         return self
 
     def score_samples(self, X: ArrayLike) -> Floats:
-        """The exact log-likelihood of each row, in nats."""
+        """Returns the exact log-likelihood of each row, in nats."""
         check_is_fitted(self)
         return self._log_prob(validate_data(self, X, dtype=np.float64, reset=False))
 
     def score(self, X: ArrayLike, y: object = None) -> float:
-        """The mean log-likelihood of the rows; higher is better, so that cross-validation can choose by it."""
+        """Returns the mean log-likelihood of the rows; higher is better, as cross-validation expects."""
         return float(self.score_samples(X).mean())
 
     def decision_function(self, X: ArrayLike) -> Floats:
-        """score_samples − offset_: negative for outliers."""
+        """Returns score_samples − offset_, which is negative for outliers."""
         scores: Floats = self.score_samples(X) - self.offset_
         return scores
 
     def predict(self, X: ArrayLike) -> NDArray[np.int64]:
-        """−1 for outliers, 1 for the others."""
+        """Returns −1 for outliers, 1 for other rows."""
         return np.where(self.decision_function(X) < 0, -1, 1)
 
     def sample(self, n_samples: int = 1, random_state: Any = None, inverse: Inverse = "exact") -> Floats:
-        """Rows drawn from the learned density."""
+        """Returns rows drawn from the learned density."""
         check_is_fitted(self)
         generator = torch.Generator().manual_seed(int(check_random_state(random_state).randint(2**31)))
         with evaluating(self.flow_), cpu_threads(1):
@@ -153,7 +156,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
 
     def _log_prob(self, table: Floats) -> Floats:
         with evaluating(self.flow_), cpu_threads(1):
-            # A copy: the rows may be a read-only memory map, which torch does not take.
+            # torch.tensor copies: the rows may be a read-only memory map, which torch does not accept.
             batches = [self.flow_.log_prob(torch.tensor(table[i : i + 10_000])) for i in range(0, len(table), 10_000)]
         scores: Floats = torch.cat(batches).numpy()
         return scores

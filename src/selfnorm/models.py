@@ -1,4 +1,4 @@
-"""The paper's architectures, each taking the kind of linear layer to be built of. Keller et al. (2021), appendix A.3."""
+"""Builds the flows of the paper from the kind of linear layer that you choose. Keller et al. (2021), appendix A.3."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from selfnorm.layers.relative import RelativeLinear
 from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
 from selfnorm.layers.spline import SplineActivation
 from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
+from selfnorm.runtime.aliases import accepts_old_names
 from selfnorm.runtime.checks import count, event_shape
 
 Size = int | Sequence[int]
 Kind = TypeVar("Kind")
 
-# Each kind of linear layer, by name; a new method joins here. The builders' options reach the kinds that have a use for them.
+# Each kind of linear layer by name; add new kinds here. Options of the builders are passed to the kinds that use them.
 LINEAR: dict[str, Callable[[int], Bijection]] = {
     "selfnorm": SelfNormLinear,
     "exact": ExactLinear,
@@ -36,7 +37,7 @@ LINEAR: dict[str, Callable[[int], Bijection]] = {
     "relative": RelativeLinear,
     "lu": LULinear,
 }
-# Of channels, kernel size, the learned inverse's kernel size, and the image's size.
+# Arguments: channels, kernel size, kernel size of the learned inverse, and size of the image.
 CONV: dict[str, Callable[[int, Size, Size | None, tuple[int, int]], Bijection]] = {
     "selfnorm": lambda channels, kernel, inverse_kernel, size: SelfNormConv2d(channels, kernel, inverse_kernel),
     "exact": lambda channels, kernel, inverse_kernel, size: ExactConv2d(channels, kernel),
@@ -44,6 +45,7 @@ CONV: dict[str, Callable[[int, Size, Size | None, tuple[int, int]], Bijection]] 
     "emerging": lambda channels, kernel, inverse_kernel, size: EmergingConv2d(channels, kernel),
     "exp": lambda channels, kernel, inverse_kernel, size: ExpConv2d(channels, kernel),
 }
+# Arguments: channels, kernel size, and size of the image.
 MIX: dict[str, Callable[[int, Size, tuple[int, int]], Bijection]] = {
     "selfnorm": lambda channels, kernel, size: SelfNormConv2d(channels, kernel),
     "exact": lambda channels, kernel, size: ExactConv2d(channels, kernel),
@@ -63,19 +65,20 @@ def fc_flow(
     rotate: bool = False,
     standardize: bool = False,
 ) -> Flow:
-    """Linear layers with an activation between them, on the flattened example; the paper's has 2 of 784.
+    """Returns a flow of linear layers with activations between them, on the flattened example; the paper's has 2 of 784.
 
-    shape:        one example's shape, such as 784 or (1, 28, 28); samples come back in it.
-    linear:       which layer: selfnorm, exact, tracked, sketch, relative or lu; `docs/choosing.md` says when to use which.
+    shape:        the shape of one example, such as 784 or (1, 28, 28); samples have it, too.
+    layers:       the number of linear layers.
+    linear:       their kind: selfnorm, exact, tracked, sketch, relative or lu; `docs/choosing.md` says when to use which.
     levels:       with levels=256 the flow takes dequantised pixels in [0, 256), and its likelihood is in pixel units.
-    activation:   leaky, the paper's `SmoothLeakyReLU(alpha)`, or spline, one learned curve of so many bins for each entry.
-    rotate:       start the linear layers as random rotations instead of near the identity: better with few dimensions.
-    standardize:  put a `Standardize` in front (behind the logit), which `flow.initialize(x)` sets.
+    activation:   leaky, the paper's `SmoothLeakyReLU(alpha)`, or spline, one learned curve with `bins` bins for each entry.
+    rotate:       initialise the linear layers as random rotations instead of near the identity: better with few dimensions.
+    standardize:  start with a `Standardize` layer (after the logit), which `flow.initialize(x)` fits.
     """
     shape = event_shape("fc_flow", shape)
-    make = _kind("fc_flow", "linear", LINEAR, linear)
+    make = _choose_kind("fc_flow", "linear", LINEAR, linear)
     features = math.prod(shape)
-    between = _kind("fc_flow", "activation", _activations(features, alpha, bins), activation)
+    between = _choose_kind("fc_flow", "activation", _activations(features, alpha, bins), activation)
     body: list[Bijection] = [Flatten(shape)]
     for index in range(count("fc_flow", "layers", layers)):
         body += ([between()] if index else []) + [_rotated(make(features), features) if rotate else make(features)]
@@ -93,17 +96,18 @@ def conv_flow(
     *,
     standardize: bool = False,
 ) -> Flow:
-    """Convolutions with spline activations between them, in blocks with a squeeze in between; the paper's is 3 × 3 layers.
+    """Returns a flow of convolutions with spline activations between them, in blocks separated by squeezes; the paper's has
+    3 blocks of 3 layers.
 
-    shape:                (C, H, W); H and W must divide by 2 once for each squeeze.
-    inverse_kernel_size:  of the learned inverse, if other than kernel_size (self-normalizing layers only).
-    conv:                 which layer: selfnorm, exact, tracked, emerging or exp.
+    shape:                (C, H, W); H and W must be divisible by 2 once for each squeeze.
+    inverse_kernel_size:  of the learned inverse, if it differs from kernel_size (self-normalizing layers only).
+    conv:                 the kind of convolution: selfnorm, exact, tracked, emerging or exp.
     levels, standardize:  as in `fc_flow`.
     """
-    make = _kind("conv_flow", "conv", CONV, conv)
+    make = _choose_kind("conv_flow", "conv", CONV, conv)
     if inverse_kernel_size is not None and conv != "selfnorm":
-        raise ValueError(f"conv_flow: expected no inverse_kernel_size with conv={conv!r}, which learns no inverse")
-    channels, height, width = _image("conv_flow", shape, squeezes=count("conv_flow", "blocks", blocks) - 1)
+        raise ValueError(f"conv_flow: expected no inverse_kernel_size with conv={conv!r}, which learns no inverse; leave it out")
+    channels, height, width = _image_shape("conv_flow", shape, squeezes=count("conv_flow", "blocks", blocks) - 1)
     body: list[Bijection] = []
     for block in range(blocks):
         if block:
@@ -116,10 +120,11 @@ def conv_flow(
     return Flow(Chain(*_front_end("conv_flow", shape, levels, standardize), *body), StandardNormal((channels, height, width)))
 
 
+@accepts_old_names(steps="steps_per_block")
 def glow(
     shape: Sequence[int],
     blocks: int = 2,
-    steps: int = 16,
+    steps_per_block: int = 16,
     hidden: int = 512,
     mix: str = "selfnorm",
     mix_kernel_size: Size = 1,
@@ -127,23 +132,25 @@ def glow(
     *,
     standardize: bool = False,
 ) -> Flow:
-    """Glow (Kingma & Dhariwal, 2018): blocks of a squeeze and `steps` × (ActNorm, mixing convolution, coupling), split between.
+    """Returns a Glow (Kingma & Dhariwal, 2018): blocks separated by splits, each a squeeze and steps_per_block times ActNorm,
+    mixing convolution and affine coupling.
 
-    shape:            (C, H, W); H and W must divide by 2 once for each block.
-    hidden:           width of the coupling networks.
-    mix:              which mixing convolution: selfnorm, exact or tracked, of mix_kernel_size.
+    shape:                (C, H, W); H and W must be divisible by 2 once for each block.
+    hidden:               width of the coupling networks.
+    mix:                  the kind of mixing convolution: selfnorm, exact or tracked, with mix_kernel_size.
     levels, standardize:  as in `fc_flow`.
-    The paper's models: MNIST blocks=2, steps=16; CIFAR-10 blocks=3, steps=32; ImageNet32 blocks=3, steps=48. Call
-    `flow.initialize(x)` with a first batch before training. The latent is flat.
+
+    The paper's blocks × steps_per_block: MNIST 2 × 16, CIFAR-10 3 × 32, ImageNet32 3 × 48. `steps` is an old name of
+    steps_per_block. Call `flow.initialize(x)` with a first batch before training. The latent is flat.
     """
-    make = _kind("glow", "mix", MIX, mix)
-    count("glow", "steps", steps)
-    size = _image("glow", shape, squeezes=count("glow", "blocks", blocks))
+    make = _choose_kind("glow", "mix", MIX, mix)
+    count("glow", "steps_per_block", steps_per_block)
+    size = _image_shape("glow", shape, squeezes=count("glow", "blocks", blocks))
 
     def block(remaining: int, channels: int, height: int, width: int) -> Chain:
         channels, height, width = 4 * channels, height // 2, width // 2
         body: list[Bijection] = [Squeeze()]
-        for _ in range(steps):
+        for _ in range(steps_per_block):
             body += [ActNorm(channels), make(channels, mix_kernel_size, (height, width)), AffineCoupling(channels, hidden)]
         if remaining == 1:
             return Chain(*body, Flatten((channels, height, width)))
@@ -158,25 +165,25 @@ def _activations(features: int, alpha: float, bins: int) -> dict[str, Callable[[
 
 
 def _rotated(layer: Bijection, features: int) -> Bijection:
-    """The layer with a random rotation for its weight; a learned inverse follows from that."""
+    """Returns the layer with a random rotation as its weight, and its learned inverse, if any, set accordingly."""
     state = {"weight": nn.init.orthogonal_(torch.empty(features, features)), "bias": torch.zeros(features)}
     layer.load_state_dict(state)
     return layer
 
 
 def _front_end(who: str, shape: Sequence[int], levels: int | None, standardize: bool) -> list[Bijection]:
-    """Dequantised values in [0, levels) to the real line, and there to a common scale."""
+    """Returns the layers that map values in [0, levels) to the real line, and those that standardize them, as requested."""
     front: list[Bijection] = [] if levels is None else [Affine(0.0, 1 / count(who, "levels", levels)), Logit()]
     return [*front, Standardize(shape)] if standardize else front
 
 
-def _kind(who: str, name: str, kinds: dict[str, Kind], kind: str) -> Kind:
+def _choose_kind(who: str, name: str, kinds: dict[str, Kind], kind: str) -> Kind:
     if kind not in kinds:
         raise ValueError(f"{who}: expected {name} to be one of {', '.join(kinds)}, got {kind!r}")
     return kinds[kind]
 
 
-def _image(who: str, shape: Sequence[int], squeezes: int) -> tuple[int, int, int]:
+def _image_shape(who: str, shape: Sequence[int], squeezes: int) -> tuple[int, int, int]:
     sides, factor = event_shape(who, shape), 2**squeezes
     if len(sides) != 3 or sides[1] % factor or sides[2] % factor:
         raise ValueError(f"{who}: expected a shape (C, H, W) with H and W divisible by {factor}, got {shape}")

@@ -1,6 +1,6 @@
-"""What a step cannot do without: operations, bytes, and how fast a machine is at either.
+"""The floor of a step: operations, bytes, and the rates of the machine.
 
-No test looks at how long anything takes: the machine may be busy.
+No test checks how long anything takes, since the machine may be busy.
 """
 
 import pytest
@@ -9,7 +9,7 @@ from torch import nn
 
 from selfnorm import ExactLinear, SelfNormLinear, TrackedLinear
 from selfnorm.bench import floor
-from selfnorm.bench.floor import Ceilings, Counts, bare_step, count, measure_ceilings, parameter_bytes, saved_bytes
+from selfnorm.bench.floor import Ceilings, Counts, bare_step, count_step, measure_ceilings, parameter_bytes, saved_bytes
 from selfnorm.bench.scaling import layer_step
 from selfnorm.bench.timing import Failure, Timing
 
@@ -22,7 +22,7 @@ def test_operations_of_a_step_are_counted():
     counts = {}
     for kind in (SelfNormLinear, ExactLinear, TrackedLinear):
         layer = kind(D)
-        counts[kind] = count(layer_step(layer, torch.randn(N, D)), layer)
+        counts[kind] = count_step(layer_step(layer, torch.randn(N, D)), layer)
     product = 2 * N * D * D
     assert counts[SelfNormLinear].operations == 6 * product
     assert counts[TrackedLinear].operations == 3 * product + 4 * D**3  # forward, two gradients; R and its error
@@ -33,7 +33,7 @@ def test_operations_of_a_step_are_counted():
 def test_bytes_of_a_step_are_counted():
     D, N = 24, 8
     layer = TrackedLinear(D).float()
-    found = count(layer_step(layer, torch.randn(N, D, dtype=torch.float32)), layer)
+    found = count_step(layer_step(layer, torch.randn(N, D, dtype=torch.float32)), layer)
     parameters = 4 * (D * D + D)
     assert parameter_bytes(layer) == parameters
     assert found.moved == 7 * parameters + 2 * 4 * D * D + 2 * found.activations

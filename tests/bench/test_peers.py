@@ -1,6 +1,6 @@
-"""`selfnorm bench peers`: other libraries, there or not.
+"""`selfnorm bench peers`: other libraries, installed or not.
 
-No test looks at how long anything takes: the machine may be busy.
+No test checks how long anything takes, since the machine may be busy.
 """
 
 import importlib
@@ -64,7 +64,7 @@ def test_peers_are_timed_beside_ours(monkeypatch):
         "nflows half",
     ]
     assert [bool(row.step) for row in rows] == [True, True, True, False, False]
-    cells = [dict(zip(peers.COLUMNS, row, strict=True)) for row in table.rows]
+    cells = [dict(zip(peers.PEER_COLUMNS, row, strict=True)) for row in table.rows]
     assert cells[0]["this / ours"] == 1 and cells[2]["this / ours"] == significant(rows[2].step.median / rows[0].step.median)
     assert "no_such_thing" in cells[3]["note"] and "needs umnn" in cells[4]["note"]
     assert [line.split(":")[0] for line in table.failures] == ["zuko broken"]

@@ -1,6 +1,6 @@
-"""`selfnorm bench scaling`: slopes, crossovers, and a step that is a training step.
+"""`selfnorm bench scaling`: slopes, crossovers, and the step of a layer.
 
-No test looks at how long anything takes: the machine may be busy.
+No test checks how long anything takes, since the machine may be busy.
 """
 
 import math
@@ -39,8 +39,8 @@ def test_crossovers_are_interpolated_in_logarithms():
     assert crossover(cubic, linear) == math.inf
     assert crossover(dict.fromkeys(at, 1.0), dict.fromkeys(at, 2.0)) == 32
     assert crossover({32: 1.0}, {64: 1.0}) is None
-    assert crossover({32: 1.0, 64: 1.0}, {32: 2.0}) is None  # one point tells no trend
-    # Slower, faster, slower, and faster for good: the last time counts.
+    assert crossover({32: 1.0, 64: 1.0}, {32: 2.0}) is None  # one point shows no trend
+    # Slower, faster, slower, then faster: the last crossover counts.
     wavering, other = {32: 2.0, 64: 1.0, 128: 4.0, 256: 1.0}, {32: 1.0, 64: 2.0, 128: 1.0, 256: 4.0}
     assert crossover(wavering, other) == pytest.approx(128 * math.sqrt(2))
 
@@ -74,7 +74,7 @@ def test_scaling_measures_all_kinds_and_parts(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["selfnorm", "relative", "tracked", "exact"])
 def test_a_layers_step_is_adams_with_kernels_too(device, kind):
-    """There gradients stay in factors."""
+    """With kernels, gradients stay in factors."""
     pytest.importorskip("triton")
     x, weights = torch.randn(4, 6, dtype=torch.float32, device=device), []
     for where in ((), (device.type,)):

@@ -1,6 +1,6 @@
-"""`selfnorm bench steps --memory`: what a step takes, in a process of its own.
+"""`selfnorm bench steps --memory`: the memory of a step, measured in a separate process.
 
-No test looks at how long anything takes: the machine may be busy.
+No test checks how long anything takes, since the machine may be busy.
 """
 
 import subprocess

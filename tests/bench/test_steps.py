@@ -1,6 +1,6 @@
-"""`selfnorm bench steps`: tables that are whole whatever fails.
+"""`selfnorm bench steps`: tables are complete even if a model fails.
 
-No test looks at how long anything takes: the machine may be busy.
+No test checks how long anything takes, since the machine may be busy.
 """
 
 import json
@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from selfnorm.bench import peers, scaling, steps, training
-from selfnorm.bench.floor import Ceilings, count
+from selfnorm.bench.floor import Ceilings, count_step
 from selfnorm.bench.models import MODELS, choose, default_models, families
 from selfnorm.bench.peers import FC, peers_table
 from selfnorm.bench.scaling import scaling_table
-from selfnorm.bench.steps import COLUMNS, steps_table
+from selfnorm.bench.steps_table import STEP_COLUMNS, steps_table
 from selfnorm.bench.training import training_step
 from selfnorm.report.results import build
 from selfnorm.runtime.precision import precision
@@ -62,7 +62,7 @@ def test_a_training_step_moves_the_weights(name):
 
 
 class Steps:
-    """A step that takes one at a time at first, then five at once where a block of ten has as many left."""
+    """Takes one step per call at first, then five if the block of ten has that many left."""
 
     steps_per_epoch = 20
 
@@ -90,7 +90,7 @@ def test_steps_follow_each_other_through_the_epochs():
 @pytest.mark.gpu
 def test_a_training_step_on_a_gpu_is_many():
     step = training_step(MODELS["digits-fc-tracked"], torch.device("cuda"))
-    count(step.eager, step.loss)
+    count_step(step.eager, step.loss)
     for _ in range(3):
         step.work.run()
     assert step.work.units > 1 and step.data_bytes > 0 and not step.failed()
@@ -99,7 +99,7 @@ def test_a_training_step_on_a_gpu_is_many():
 @pytest.mark.gpu
 @pytest.mark.usefixtures("brief")
 def test_models_and_layers_that_take_turns_on_a_gpu():
-    """Whatever one of them frees, or a capture gives back to the device, the graphs of the others still need."""
+    """Memory freed by one of them, or returned by a capture, must not be memory that graphs of the others use."""
     device = torch.device("cuda")
     chosen = [*choose(["digits-fc-*", "digits-conv-*"]), replace(MODELS["mnist-fc-bare"], shape=(1, 8, 8))]
     table, _ = steps_table(chosen, device, effort=BRIEF, memory=False)
@@ -114,9 +114,9 @@ def test_the_table_of_steps(tmp_path):
     chosen = choose(["digits-fc-snf", "digits-fc-exact", "mnist-fc-bare"])
     chosen[2] = replace(chosen[2], shape=(1, 8, 8))
     lines = []
-    table, measured = steps_table(chosen, CPU, effort=BRIEF, memory=False, command="selfnorm bench steps", told=lines.append)
-    assert table.columns == COLUMNS and [len(row) for row in table.rows] == [len(COLUMNS)] * 3 and not table.failures
-    snf, exact, bare = (dict(zip(COLUMNS, row, strict=True)) for row in table.rows)
+    table, measured = steps_table(chosen, CPU, effort=BRIEF, memory=False, command="selfnorm bench steps", on_result=lines.append)
+    assert table.columns == STEP_COLUMNS and [len(row) for row in table.rows] == [len(STEP_COLUMNS)] * 3 and not table.failures
+    snf, exact, bare = (dict(zip(STEP_COLUMNS, row, strict=True)) for row in table.rows)
     for row in (snf, exact):
         assert row["10 %"] <= row["ms a step"] <= row["90 %"] and row["ms a sample"] > 0 and row["samples/s"] > 0
         assert row["floor / step, %"] == pytest.approx(100 * row["floor, ms"] / row["ms a step"], rel=0.06)
@@ -144,14 +144,14 @@ def test_floors_are_those_of_the_threads_in_use(monkeypatch):
     wide = replace(MODELS["digits-fc-snf"], name="wide", recipe=MODELS["digits-fc-snf"].recipe.changed(threads=None))
     chosen = [MODELS["digits-fc-snf"], wide, MODELS["digits-conv-snf"]]
     with cpu_threads(3):
-        table, measured = steps_table(chosen, CPU, effort=BRIEF, memory=False, now=now.append)
+        table, measured = steps_table(chosen, CPU, effort=BRIEF, memory=False, on_status=now.append)
         assert torch.get_num_threads() == 3
     assert asked == [1, 3] and [each.threads for each in measured] == [1, 3, 1]
     assert measured[0].floor == pytest.approx(4 * measured[1].floor)
-    assert [row[COLUMNS.index("threads")] for row in table.rows] == [1, 3, 1] == [each["threads"] for each in table.details]
+    assert [row[STEP_COLUMNS.index("threads")] for row in table.rows] == [1, 3, 1] == [each["threads"] for each in table.details]
     assert table.title.endswith("CPU, 1 and 3 threads") and table.source["machine"].endswith("CPU, 1 and 3 threads")
     assert "with 1 thread; " in table.about and "with 3 threads. " in table.about
-    assert "how fast a product and a copy are with 3 threads" in now and "steps of wide" in now
+    assert "measuring the speed of a product and a copy with 3 threads" in now and "steps of wide" in now
 
 
 @pytest.mark.usefixtures("brief")
@@ -186,7 +186,7 @@ def test_an_interruption_leaves_what_was_measured(monkeypatch):
     assert table.stopped == "stopped after 1 of 2 models" == table.report()["provenance"]["partial"]
     assert table.report()["title"].endswith("(partial: stopped after 1 of 2 models)")
     assert torch.equal(before, torch.get_rng_state())
-    monkeypatch.setattr(steps, "_measure_samples", stop)  # the steps of this family are measured by then
+    monkeypatch.setattr(steps, "_measure_samples", stop)  # after the steps of this family are measured
     table, _ = steps_table(choose(["digits-fc-snf", "digits-fc-exact"]), CPU, effort=BRIEF, memory=False)
     assert [row[1] > 0 for row in table.rows] == [True, True] and table.stopped == "stopped after 0 of 2 models"
 
@@ -202,7 +202,7 @@ def test_a_model_that_fails_leaves_a_row(monkeypatch):
     monkeypatch.setattr(steps, "training_step", make)
     table, _ = steps_table(choose(["digits-fc-exact", "digits-fc-lu", "digits-fc-snf"]), CPU, effort=BRIEF, memory=False)
     assert [row[0] for row in table.rows] == ["digits-fc-exact (failed)", "digits-fc-lu (failed)", "digits-fc-snf"]
-    assert table.rows[0][1:] == [None] * (len(COLUMNS) - 1) and table.rows[1][1] is None and table.rows[2][1] > 0
+    assert table.rows[0][1:] == [None] * (len(STEP_COLUMNS) - 1) and table.rows[1][1] is None and table.rows[2][1] > 0
     assert table.rows[2][4] is None  # no exact twin to compare with
     assert table.failures[0] == "digits-fc-exact: out of memory: Tried to allocate 1 PiB"
     assert "non-finite" in table.failures[1]
@@ -212,6 +212,6 @@ def test_a_model_that_fails_leaves_a_row(monkeypatch):
 def test_a_flow_that_cannot_sample_keeps_its_step(monkeypatch):
     monkeypatch.setattr(steps, "one_sample", lambda flow, device: lambda: flow.decode(torch.full((1, 64), math.nan)))
     table, _ = steps_table(choose(["digits-fc-snf"]), CPU, effort=BRIEF, memory=False)
-    row = dict(zip(COLUMNS, table.rows[0], strict=True))
+    row = dict(zip(STEP_COLUMNS, table.rows[0], strict=True))
     assert row["model"] == "digits-fc-snf" and row["ms a step"] > 0 and row["ms a sample"] is None
     assert "no sample" in table.failures[0]

@@ -1,6 +1,6 @@
-"""`selfnorm bench`'s timer: candidates in turn, and none that costs the others anything.
+"""`selfnorm bench`'s timer: candidates take turns, and a failing one does not affect the others.
 
-No test looks at how long anything takes: the machine may be busy.
+No test checks how long anything takes, since the machine may be busy.
 """
 
 import weakref
@@ -35,7 +35,9 @@ def test_a_timing_is_the_median_between_its_quantiles():
 
 def test_the_timer_counts_units_and_warms_up(monkeypatch):
     clock = iter(range(10_000))
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))  # each look a second later: a block takes one
+    monkeypatch.setattr(
+        timing.time, "perf_counter", lambda: float(next(clock))
+    )  # advances a second per call, so a block takes one second
     calls = {"one": 0, "five": 0}
 
     def counting(name):
@@ -103,7 +105,7 @@ def test_reasons_are_short_lines():
 def test_what_others_take_of_the_cpu():
     before, after = Conditions(10.0, None, 100.0), Conditions(14.0, None, 106.0)
     assert before.cores_taken(after) == 1.5
-    assert before.cores_taken(Conditions(10.1, None, 100.1)) is None, "which ten hundredths cannot tell"
+    assert before.cores_taken(Conditions(10.1, None, 100.1)) is None, "too short to measure in hundredths"
     assert before.until(after, CPU)["taken by others"].startswith("1.5 of ")
     assert "much faster" in before.until(after, CPU)["taken by others"]
     assert "much faster" not in before.until(Conditions(14.0, None, 100.5), CPU)["taken by others"]
@@ -112,7 +114,7 @@ def test_what_others_take_of_the_cpu():
 
 
 def test_what_linux_says_of_others(monkeypatch):
-    """User, nice, system, idle, waiting for disks, two kinds of interrupts, stolen; the last two are in the first already."""
+    """user, nice, system, idle, iowait, irq, softirq, steal; the last two, guest times, are already part of user and nice."""
     monkeypatch.setattr(conditions.Path, "read_text", lambda path: "cpu  100 10 50 9999 999 5 6 29 70 7\ncpu0 1 2 3\n")
     monkeypatch.setattr(conditions.os, "sysconf", lambda name: 100)
     monkeypatch.setattr(conditions.os, "times", lambda: (0.5, 0.25, 0.125, 0.125, 1e9))
@@ -144,6 +146,6 @@ def test_graphs_hold_what_never_waits():
     alone = weakref.ref(run := lambda: total.add_(1))
     work = captured(run, device)
     del run
-    assert alone() is not None, "the graph works on what only this may hold"
-    assert torch.randn(3, device=device).isfinite().all()  # the generator is none the worse
+    assert alone() is not None, "the work keeps alive the tensors that its graph uses"
+    assert torch.randn(3, device=device).isfinite().all()  # the generator still works
     assert clock_mhz(device) is None or clock_mhz(device) > 100

@@ -11,6 +11,7 @@ from PIL import Image
 from selfnorm.bench import models, peers, step_memory, steps
 from selfnorm.bench.models import MODELS
 from selfnorm.bench.peers import FC
+from selfnorm.bench.table import BenchTable
 from selfnorm.report import timings
 from selfnorm.report.results import build
 from selfnorm.report.timings import Bar
@@ -117,7 +118,7 @@ def test_a_full_disk_costs_no_figures_and_names_the_file(monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(steps.BenchTable, "write", full)
+    monkeypatch.setattr(BenchTable, "write", full)
     done = invoke("bench", "steps", "--quick", "-q", "--models", "digits-fc-snf", "--json", "steps.json", "--device", "cpu")
     assert done.exit_code == 1 and "digits-fc-snf" in done.stdout
     assert done.stderr == "selfnorm: steps.json: expected to write it, got No space left on device\n"
@@ -152,7 +153,7 @@ def test_all_of_it_fits_a_narrow_screen(monkeypatch):
     for text in shown:
         assert max(map(len, text.splitlines())) <= 80 and "…" not in text, text
     words = " ".join(shown[0].split())
-    assert "Samples/s: 1000" not in words and "Samples/s: 3 at once." in words  # which `brief` makes of them
+    assert "Samples/s: 1000" not in words and "Samples/s: 3 in one call." in words  # which `brief` makes of them
     assert "In a graph" not in words and "Paper's ms" not in words and "Peak memory was not measured." in words
     assert shown[2].count("\nslower than learned") == 2 and "pip install zuko nflows" in " ".join(shown[3].split())
     quiet = invoke("bench", "scaling", "--largest", "64", "-q", "--device", "cpu")

@@ -159,17 +159,17 @@ def test_mnist_with_a_wrong_magic_number(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "MNIST" / "raw"
     folder.mkdir(parents=True)
-    for name, count in mnist.COUNTS.items():
+    for name, count in mnist.IMAGES_IN_FILE.items():
         (folder / name).write_bytes(struct.pack(">4I", 2049, count, 28, 28))
-    assert mnist.TRAIN in fails("train", "mnist-fc-snf", "--data", tmp_path)
+    assert mnist.TRAIN_FILE in fails("train", "mnist-fc-snf", "--data", tmp_path)
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_short_cifar_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / cifar10.PLACE).mkdir()
-    for name in cifar10.CHECKSUMS:
-        (tmp_path / cifar10.PLACE / name).write_bytes(bytes(100))
+    (tmp_path / cifar10.CIFAR10_SUBFOLDER).mkdir()
+    for name in cifar10.CIFAR10_CHECKSUMS:
+        (tmp_path / cifar10.CIFAR10_SUBFOLDER / name).write_bytes(bytes(100))
     assert "data_batch_1.bin" in fails("train", "cifar10-glow-snf", "--data", tmp_path)
     assert not (tmp_path / "runs").exists()
 

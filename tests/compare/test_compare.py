@@ -297,4 +297,4 @@ def test_the_picture_is_not_spoilt_by_a_wild_start_or_a_bad_run(monkeypatch, tmp
     assert len(colors) == 5 and len(set(colors[:3])) == 1 and len(set(colors)) == 3  # the mean of two, both, and the others
     assert ax.get_ylim()[0] < 96.2 and 100 < ax.get_ylim()[1] < 130
     assert ax.get_xscale() == "log" and ax.get_xlim()[1] > 900
-    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["good", "bad, above the picture", "long"]
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["good", "bad, above the plot", "long"]

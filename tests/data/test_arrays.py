@@ -1,4 +1,4 @@
-"""The user's own arrays and images: what they become, and what is refused."""
+"""Reading your own arrays and images: the resulting examples, and the errors."""
 
 import io
 import pickle
@@ -68,7 +68,10 @@ def test_bytes_with_more_axes_are_images(tmp_path, stored, shape):
         (np.array([[0, 1], [2, np.nan]]), "expected finite numbers .* got nan in row 1, column 1"),
         (np.array([0, -np.inf]), "expected finite .* got -inf in row 1, counted"),
         (np.array([[0, 1e39]]), r"expected .* float32 can hold, got 1e\+39 in row 0, column 1"),
-        (np.zeros((2, 3, 3), np.int64), r"expected images as uint8 .* got int64 of shape \(2, 3, 3\); save images .astype"),
+        (
+            np.zeros((2, 3, 3), np.int64),
+            r"expected images as uint8 .* got int64 of shape \(2, 3, 3\); convert images with .astype",
+        ),
         (np.zeros((2, 1, 1, 1, 1), np.uint8), "expected images as uint8"),
     ],
 )
@@ -79,7 +82,7 @@ def test_what_is_no_table_of_numbers_is_refused(tmp_path, array, message):
 
 
 class Trap:
-    """Unpickling this raises a flag."""
+    """Unpickling this sets a flag."""
 
     sprung = False
 
@@ -176,14 +179,14 @@ def test_channels_are_put_first(tmp_path):
 def test_a_palette_with_transparency_is_colour(tmp_path):
     Image.new("P", (4, 3), 1).save(tmp_path / "palette.png", transparency=1)
     with Image.open(tmp_path / "palette.png") as image:
-        assert isinstance(image.info["transparency"], bytes)  # which Pillow warns of
+        assert isinstance(image.info["transparency"], bytes)  # Pillow warns about this
     assert read_examples(tmp_path)[0].shape == (1, 3, 3, 4)
 
 
 @pytest.mark.parametrize(
     ("odd", "message"),
     [
-        ({"size": (5, 3)}, r"b\.png: expected colour of 3 × 4, as .*a\.png is, got colour of 3 × 5"),
+        ({"size": (5, 3)}, r"b\.png: expected colour of 3 × 4, like .*a\.png, got colour of 3 × 5"),
         ({"mode": "L"}, r"b\.png: .* got grey of 3 × 4"),
         ({"mode": "I;16"}, r"b\.png: expected 8-bit grey or colour, got Pillow's mode I"),
     ],
@@ -196,7 +199,7 @@ def test_the_odd_image_is_named(tmp_path, odd, message):
         read_examples(tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore")  # as a user may
+@pytest.mark.filterwarnings("ignore")  # as a user may do
 def test_images_that_cannot_be_read(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"expected a folder with images .* got none"):
         read_examples(tmp_path)
@@ -207,7 +210,7 @@ def test_images_that_cannot_be_read(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=r"a\.png: expected an image, got a file that cannot be read"):
             read_examples(tmp_path)
     (tmp_path / "a.png").write_bytes(whole)
-    for limit in (1000, 100):  # Pillow warns of the one and refuses the other
+    for limit in (1000, 100):  # Pillow warns about the first and raises an error for the second
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
         with pytest.raises(ValueError, match=r"a\.png: expected at most 1,?00?0? pixels, got more"):
             read_examples(tmp_path)

@@ -1,4 +1,4 @@
-"""Batches from counters: repeatable, complete, and augmented as an independent implementation does it."""
+"""Batches seeded by counters are repeatable and complete, and augmented like an independent implementation."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ def test_blocks_are_the_epochs_order_in_pieces(block):
     assert torch.equal(torch.cat(pieces), batches.order(1)[:20])
     assert [len(piece) for piece in pieces[:-1]] == [4 * block] * (len(pieces) - 1)
     for number in (-1, len(pieces)):
-        with pytest.raises(IndexError, match=f"expected a block of 5 steps by {block}, got number {number}"):
+        with pytest.raises(IndexError, match=f"expected the number of a block of {block} among 5 steps, got {number}"):
             batches.index(1, number)
 
 
@@ -119,7 +119,7 @@ def test_data_lives_on_the_device_if_it_fits():
     batches = TrainingBatches(examples, 5, seed=0, flip=True, jitter=1)
     assert torch.equal(batches.batch(1, 2), TrainingBatches(Examples(images(), 256, device), 5, 0, True, 1).batch(1, 2))
     streamed = Examples(images(), 256, device)
-    streamed.stored = images()  # as if it had not fitted
+    streamed.stored = images()  # as if it did not fit on the device
     assert torch.equal(streamed.gather(torch.tensor([3, 1])), examples.gather(torch.tensor([3, 1])))
 
 

@@ -1,4 +1,4 @@
-"""Downloads, from a server of our own: what arrives is checked, and what is wrong leaves nothing behind."""
+"""Downloads from a local server: the content is checked, and a failure leaves no files behind."""
 
 import gzip
 import hashlib
@@ -36,7 +36,7 @@ def serving(handler):
 
 @pytest.fixture
 def site(tmp_path):
-    """A folder that is served, and its address."""
+    """A folder served over HTTP, and its address."""
     folder = tmp_path / "site"
     folder.mkdir()
     with serving(partial(Quiet, directory=str(folder))) as url:
@@ -73,8 +73,8 @@ def mnist_site(site, cache, monkeypatch):
     files, train, _ = shrink_mnist(monkeypatch)
     for name, content in files.items():
         (folder / f"{name}.gz").write_bytes(gzip.compress(content))
-    monkeypatch.setattr(mnist, "URL", url)
-    monkeypatch.setattr(mnist, "CHECKSUMS", {name: sha256(content) for name, content in files.items()})
+    monkeypatch.setattr(mnist, "MNIST_URL", url)
+    monkeypatch.setattr(mnist, "MNIST_CHECKSUMS", {name: sha256(content) for name, content in files.items()})
     return folder, cache, train
 
 
@@ -83,40 +83,40 @@ def test_mnist_is_downloaded_once(mnist_site, monkeypatch):
     reports = []
     dataset = load_dataset("mnist", on_progress=lambda *report: reports.append(report))
     assert (dataset.train[:, 0].numpy() == train[:4]).all()
-    assert left_in(cache) == [f"MNIST/raw/{mnist.TEST}", f"MNIST/raw/{mnist.TRAIN}"]
-    assert {what for what, _, _ in reports} == {f"downloading {name}.gz" for name in mnist.COUNTS}
+    assert left_in(cache) == [f"MNIST/raw/{mnist.TEST_FILE}", f"MNIST/raw/{mnist.TRAIN_FILE}"]
+    assert {what for what, _, _ in reports} == {f"downloading {name}.gz" for name in mnist.IMAGES_IN_FILE}
     assert reports[-1][1] == reports[-1][2] > 0
-    monkeypatch.setattr(mnist, "URL", f"http://127.0.0.1:{closed_port()}/")
+    monkeypatch.setattr(mnist, "MNIST_URL", f"http://127.0.0.1:{closed_port()}/")
     load_dataset("mnist")
 
 
 def test_only_what_is_missing_is_downloaded(mnist_site):
     site, cache, _ = mnist_site
     load_dataset("mnist")
-    (cache / "MNIST" / "raw" / mnist.TEST).unlink()
-    (site / f"{mnist.TRAIN}.gz").unlink()
+    (cache / "MNIST" / "raw" / mnist.TEST_FILE).unlink()
+    (site / f"{mnist.TRAIN_FILE}.gz").unlink()
     load_dataset("mnist")
 
 
 def test_other_content_is_not_kept(mnist_site):
     site, cache, _ = mnist_site
-    whole = gzip.decompress((site / f"{mnist.TRAIN}.gz").read_bytes())
+    whole = gzip.decompress((site / f"{mnist.TRAIN_FILE}.gz").read_bytes())
     for content, message in (
         (whole[:-1] + b"x", r"got 5,504 bytes with [0-9a-f]{64}; it was not kept"),
         (whole[:-1], "got 5,503 bytes"),
         (whole + bytes(1000), "got more bytes"),
     ):
-        (site / f"{mnist.TRAIN}.gz").write_bytes(gzip.compress(content))
-        with pytest.raises(ValueError, match=f"mnist: expected {mnist.TRAIN} in http.* SHA-256 .* {message}"):
+        (site / f"{mnist.TRAIN_FILE}.gz").write_bytes(gzip.compress(content))
+        with pytest.raises(ValueError, match=f"mnist: expected {mnist.TRAIN_FILE} in http.* SHA-256 .* {message}"):
             load_dataset("mnist")
         assert left_in(cache) == []
 
 
 def test_a_damaged_gzip_is_not_kept(mnist_site):
     site, cache, _ = mnist_site
-    whole = (site / f"{mnist.TRAIN}.gz").read_bytes()
+    whole = (site / f"{mnist.TRAIN_FILE}.gz").read_bytes()
     for content in (whole[:-9], b"<html>not found</html>"):
-        (site / f"{mnist.TRAIN}.gz").write_bytes(content)
+        (site / f"{mnist.TRAIN_FILE}.gz").write_bytes(content)
         with pytest.raises(ValueError, match=r"expected a whole archive from http.* got a damaged one"):
             load_dataset("mnist")
         assert left_in(cache) == []
@@ -124,8 +124,8 @@ def test_a_damaged_gzip_is_not_kept(mnist_site):
 
 def test_a_download_without_end_is_cut_off(mnist_site, monkeypatch):
     site, cache, _ = mnist_site
-    monkeypatch.setattr(download, "SLACK", 0)
-    (site / f"{mnist.TRAIN}.gz").write_bytes(bytes(10_000))
+    monkeypatch.setattr(download, "SPARE_BYTES", 0)
+    (site / f"{mnist.TRAIN_FILE}.gz").write_bytes(bytes(10_000))
     with pytest.raises(ValueError, match=r"expected at most 5,504 bytes from http.*, got more"):
         load_dataset("mnist")
     assert left_in(cache) == []
@@ -133,9 +133,9 @@ def test_a_download_without_end_is_cut_off(mnist_site, monkeypatch):
 
 def test_without_a_network_the_files_are_named(cache, monkeypatch):
     url = f"http://127.0.0.1:{closed_port()}/"
-    monkeypatch.setattr(mnist, "URL", url)
+    monkeypatch.setattr(mnist, "MNIST_URL", url)
     with pytest.raises(
-        ValueError, match=rf"download {url}{mnist.TRAIN}\.gz, got .*refused.* put {mnist.TRAIN}, .* {cache}/MNIST/raw"
+        ValueError, match=rf"download {url}{mnist.TRAIN_FILE}\.gz, got .*refused.* put {mnist.TRAIN_FILE}, .* {cache}/MNIST/raw"
     ):
         load_dataset("mnist")
     assert left_in(cache) == []
@@ -143,13 +143,13 @@ def test_without_a_network_the_files_are_named(cache, monkeypatch):
 
 def test_an_absent_page_is_named(mnist_site):
     site, _, _ = mnist_site
-    (site / f"{mnist.TRAIN}.gz").unlink()
+    (site / f"{mnist.TRAIN_FILE}.gz").unlink()
     with pytest.raises(ValueError, match=r"expected to download http.*, got HTTP Error 404"):
         load_dataset("mnist")
 
 
 class Stalls(BaseHTTPRequestHandler):
-    """Promises a thousand bytes and sends ten; then hangs up, or says no more until told to stop."""
+    """Announces a thousand bytes and sends ten; then closes the connection, or stays silent until the test ends."""
 
     silent = None
 
@@ -169,9 +169,9 @@ class Stalls(BaseHTTPRequestHandler):
 def test_a_connection_that_breaks_off_or_stalls(cache, monkeypatch, hangs, message):
     over = threading.Event() if hangs else None
     monkeypatch.setattr(Stalls, "silent", over)
-    monkeypatch.setattr(download, "TIMEOUT", 0.2)
+    monkeypatch.setattr(download, "TIMEOUT_SECONDS", 0.2)
     with serving(Stalls) as url:
-        monkeypatch.setattr(mnist, "URL", url)
+        monkeypatch.setattr(mnist, "MNIST_URL", url)
         with pytest.raises(ValueError, match=f"expected to download .* got .*({message})"):
             load_dataset("mnist")
         if over:
@@ -196,7 +196,7 @@ def test_a_full_disk_is_no_network_fault(mnist_site, monkeypatch):
 
 
 def tar(members):
-    """A .tar.gz of (name, content) pairs; a TarInfo may stand for a pair."""
+    """A .tar.gz of (name, content) pairs or TarInfo members."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         for member in members:
@@ -219,8 +219,8 @@ def link(name, target, kind=tarfile.SYMTYPE):
 def cifar10_site(site, cache, monkeypatch):
     files = shrink_cifar10(monkeypatch)
     folder, url = site
-    monkeypatch.setattr(cifar10, "URL", f"{url}cifar.tar.gz")
-    monkeypatch.setattr(cifar10, "CHECKSUMS", {name: sha256(content) for name, content in files.items()})
+    monkeypatch.setattr(cifar10, "CIFAR10_URL", f"{url}cifar.tar.gz")
+    monkeypatch.setattr(cifar10, "CIFAR10_CHECKSUMS", {name: sha256(content) for name, content in files.items()})
     members = [(f"cifar-10-batches-bin/{name}", content) for name, content in files.items()]
     return folder / "cifar.tar.gz", cache, members
 
@@ -264,8 +264,8 @@ def test_an_absent_member_is_named(cifar10_site):
 
 def test_a_small_archive_cannot_unpack_to_any_size(cifar10_site):
     archive, cache, members = cifar10_site
-    archive.write_bytes(tar([("filler", bytes(3 * download.SLACK)), *members]))
-    assert archive.stat().st_size < download.SLACK
+    archive.write_bytes(tar([("filler", bytes(3 * download.SPARE_BYTES)), *members]))
+    assert archive.stat().st_size < download.SPARE_BYTES
     with pytest.raises(ValueError, match=r"expected at most .* bytes inside http.*, got more"):
         load_dataset("cifar10")
     assert left_in(cache) == []
@@ -280,6 +280,6 @@ def test_a_damaged_tar(cifar10_site):
 
 
 def test_without_a_network_cifar10s_files_are_named(cache, monkeypatch):
-    monkeypatch.setattr(cifar10, "URL", f"http://127.0.0.1:{closed_port()}/cifar.tar.gz")
+    monkeypatch.setattr(cifar10, "CIFAR10_URL", f"http://127.0.0.1:{closed_port()}/cifar.tar.gz")
     with pytest.raises(ValueError, match=rf"put cifar-10-batches-bin/data_batch_1\.bin, .* in {cache}, or name the folder"):
         load_dataset("cifar10")

@@ -1,4 +1,4 @@
-"""ImageNet32: converted once, image by image, and never mistaken for finished when it is not."""
+"""ImageNet32 is converted once, in pieces, and an unfinished conversion is never used."""
 
 import io
 import json
@@ -18,7 +18,7 @@ WIDTH = 3072
 
 
 def batch(path, start, count, save=np.savez):
-    """A batch whose every image says its own number, 0 to 255, in its first pixel."""
+    """Writes a batch in which the first pixel of every image is its number, 0 to 255."""
     data = np.random.RandomState(start).randint(256, size=(count, WIDTH)).astype(np.uint8)
     data[:, 0] = np.arange(start, start + count)
     save(path, data=data, labels=np.arange(count), mean=np.zeros(WIDTH))
@@ -26,10 +26,10 @@ def batch(path, start, count, save=np.savez):
 
 
 def batches(folder, each=5, tests=3, save=np.savez):
-    """Ten training batches and the test's, and the images in them."""
+    """Writes ten training batches and the test batch; returns their images."""
     folder.mkdir(parents=True, exist_ok=True)
-    train = [batch(folder / name, i * each, each, save) for i, name in enumerate(imagenet32.BATCHES[:-1])]
-    return np.concatenate(train), batch(folder / imagenet32.BATCHES[-1], 200, tests, save)
+    train = [batch(folder / name, i * each, each, save) for i, name in enumerate(imagenet32.BATCH_FILES[:-1])]
+    return np.concatenate(train), batch(folder / imagenet32.BATCH_FILES[-1], 200, tests, save)
 
 
 def names(folder):
@@ -50,7 +50,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 @pytest.mark.parametrize("rows", [3, 4096])
 def test_batches_are_split_without_loss(tmp_path, monkeypatch, place, save, rows):
-    monkeypatch.setattr(imagenet32, "ROWS", rows)
+    monkeypatch.setattr(imagenet32, "IMAGES_AT_ONCE", rows)
     train, test = batches(tmp_path / "data" / place, save=save)
     dataset = load_dataset("imagenet32", tmp_path / "data")
     assert (dataset.shape, dataset.levels, dataset.train.dtype) == ((3, 32, 32), 256, torch.uint8)
@@ -59,11 +59,11 @@ def test_batches_are_split_without_loss(tmp_path, monkeypatch, place, save, rows
     for part in (dataset.train, dataset.validation):
         assert np.array_equal(part.flatten(1), train[first_pixels(part)])
     assert sorted(first_pixels(dataset.train) + first_pixels(dataset.validation)) == list(range(50))
-    assert first_pixels(dataset.validation) == [2, 10, 11, 28, 41]  # drawn once and for all
+    assert first_pixels(dataset.validation) == [2, 10, 11, 28, 41]  # the fixed split
 
 
 def test_the_full_set_holds_out_20_000(tmp_path, monkeypatch):
-    monkeypatch.setattr(imagenet32, "VALIDATION", 2)
+    monkeypatch.setattr(imagenet32, "IMAGENET32_VALIDATION_SIZE", 2)
     batches(tmp_path)
     assert len(load_dataset("imagenet32", tmp_path).validation) == 2
 
@@ -77,17 +77,17 @@ def test_arrays_stored_by_column(tmp_path):
 def test_the_parts_are_memory_maps_and_the_files_stay_as_they_are(tmp_path):
     batches(tmp_path)
     dataset = load_dataset("imagenet32", tmp_path)
-    written = (tmp_path / imagenet32.CONVERTED / "train.npy").read_bytes()
+    written = (tmp_path / imagenet32.CONVERTED_FOLDER / "train.npy").read_bytes()
     dataset.train.zero_()
-    assert (tmp_path / imagenet32.CONVERTED / "train.npy").read_bytes() == written
+    assert (tmp_path / imagenet32.CONVERTED_FOLDER / "train.npy").read_bytes() == written
     assert load_dataset("imagenet32", tmp_path).train.any()
 
 
 def test_a_few_images_are_in_memory_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(imagenet32, "ROWS", 16)
+    monkeypatch.setattr(imagenet32, "IMAGES_AT_ONCE", 16)
     batches(tmp_path, each=1000, tests=10)
-    load_dataset("imagenet32", tmp_path)  # imports and caches, for once
-    (tmp_path / imagenet32.CONVERTED / "sources.json").unlink()
+    load_dataset("imagenet32", tmp_path)  # so that imports and caches are not counted
+    (tmp_path / imagenet32.CONVERTED_FOLDER / "sources.json").unlink()
     tracemalloc.start()
     load_dataset("imagenet32", tmp_path)
     _, peak = tracemalloc.get_traced_memory()
@@ -95,7 +95,7 @@ def test_a_few_images_are_in_memory_at_a_time(tmp_path, monkeypatch):
     assert peak < 1000 * WIDTH / 3  # a third of a batch, of which there are ten
 
 
-# Once
+# Converting only once
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_a_conversion_is_done_once_unless_the_sources_change(tmp_path, conversio
     reports = []
     load_dataset("imagenet32", tmp_path, on_progress=lambda *report: reports.append(report))
     assert reports[-1] == ("converting imagenet32", 53, 53)
-    assert names(tmp_path / imagenet32.CONVERTED) == ["sources.json", "test.npy", "train.npy", "validation.npy"]
+    assert names(tmp_path / imagenet32.CONVERTED_FOLDER) == ["sources.json", "test.npy", "train.npy", "validation.npy"]
     load_dataset("imagenet32", tmp_path)
     assert len(conversions) == 1
     os.utime(tmp_path / "train_data_batch_4.npz", (1, 1))
@@ -135,7 +135,7 @@ def test_a_conversion_is_done_once_unless_the_sources_change(tmp_path, conversio
 def test_what_is_not_whole_is_converted_again(tmp_path, conversions, damage):
     batches(tmp_path)
     before = load_dataset("imagenet32", tmp_path).train.clone()
-    damage(tmp_path / imagenet32.CONVERTED)
+    damage(tmp_path / imagenet32.CONVERTED_FOLDER)
     assert torch.equal(load_dataset("imagenet32", tmp_path).train, before)
     assert len(conversions) == 2
 
@@ -150,7 +150,7 @@ def test_a_conversion_that_breaks_off_leaves_nothing(tmp_path, fault):
 
     with pytest.raises(fault):
         load_dataset("imagenet32", tmp_path, on_progress=on_progress)
-    assert names(tmp_path / imagenet32.CONVERTED) == []
+    assert names(tmp_path / imagenet32.CONVERTED_FOLDER) == []
     assert len(load_dataset("imagenet32", tmp_path).train) == 45
 
 
@@ -171,19 +171,19 @@ def test_parts_of_two_conversions_are_never_taken_together(tmp_path, monkeypatch
         patch.setattr(Path, "replace", full)
         with pytest.raises(OSError, match="No space left"):
             load_dataset("imagenet32", tmp_path)
-    source.write_bytes(content)  # the source that the first conversion was of is back
+    source.write_bytes(content)  # restores the source of the first conversion
     os.utime(source, ns=(time, time))
     assert np.array_equal(load_dataset("imagenet32", tmp_path).test.flatten(1), test)
 
 
 def test_sources_that_cannot_be_written_beside_are_converted_in_the_cache(tmp_path, cache, conversions):
     batches(tmp_path / "data")
-    (tmp_path / "data" / imagenet32.CONVERTED).touch()  # no folder can be made of that name
+    (tmp_path / "data" / imagenet32.CONVERTED_FOLDER).touch()  # prevents creating the folder
     for _ in range(2):
         assert len(load_dataset("imagenet32", tmp_path / "data").train) == 45
     assert [folder.parent for folder in conversions] == [cache]
     batches(tmp_path / "others", each=4)
-    (tmp_path / "others" / imagenet32.CONVERTED).touch()
+    (tmp_path / "others" / imagenet32.CONVERTED_FOLDER).touch()
     assert len(load_dataset("imagenet32", tmp_path / "others").train) == 36
     assert len(names(cache)) == 2
 
@@ -215,7 +215,7 @@ def test_an_image_of_another_size_is_named(tmp_path):
         load_dataset("imagenet32", tmp_path)
 
 
-# Refused
+# Errors
 
 
 def test_missing_batches_are_listed_with_their_publisher(tmp_path):
@@ -262,7 +262,7 @@ def test_a_damaged_batch_is_named_and_nothing_kept(tmp_path):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"train_data_batch_9\.npz: expected a whole \.npz file"):
             load_dataset("imagenet32", tmp_path)
-    assert names(tmp_path / imagenet32.CONVERTED) == []
+    assert names(tmp_path / imagenet32.CONVERTED_FOLDER) == []
 
 
 def test_a_batch_longer_than_its_header_says(tmp_path):
@@ -271,7 +271,7 @@ def test_a_batch_longer_than_its_header_says(tmp_path):
         array = io.BytesIO()
         np.save(array, np.zeros((5, WIDTH), np.uint8))
         archive.writestr("data.npy", array.getvalue() + bytes(WIDTH))
-    with pytest.raises(ValueError, match=r"val_data\.npz: expected .* got more than its header says"):
+    with pytest.raises(ValueError, match=r"val_data\.npz: expected .* got more data than its header says"):
         load_dataset("imagenet32", tmp_path)
 
 

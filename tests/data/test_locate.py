@@ -1,4 +1,4 @@
-"""MNIST and CIFAR-10 from files: where they are looked for, what is read, and what is refused."""
+"""MNIST and CIFAR-10 from files: where they are searched, what is read, and which errors are raised."""
 
 import gzip
 import os
@@ -51,30 +51,35 @@ def test_mnist(tmp_path, small_mnist, place, packed):
 @pytest.mark.parametrize("packed", [False, True])
 def test_mnist_files_that_are_not(tmp_path, small_mnist, damage, message, packed):
     files, _, _ = small_mnist
-    content = damage(files.pop(mnist.TRAIN))
-    put(tmp_path, {**files, f"{mnist.TRAIN}.gz" if packed else mnist.TRAIN: gzip.compress(content) if packed else content})
-    with pytest.raises(ValueError, match=rf"{mnist.TRAIN}.*: expected .*{message}"):
+    content = damage(files.pop(mnist.TRAIN_FILE))
+    put(
+        tmp_path,
+        {**files, f"{mnist.TRAIN_FILE}.gz" if packed else mnist.TRAIN_FILE: gzip.compress(content) if packed else content},
+    )
+    with pytest.raises(ValueError, match=rf"{mnist.TRAIN_FILE}.*: expected .*{message}"):
         load_dataset("mnist", tmp_path)
 
 
 def test_damaged_gzip_is_named(tmp_path, small_mnist):
     files, _, _ = small_mnist
-    whole = gzip.compress(files.pop(mnist.TRAIN))
+    whole = gzip.compress(files.pop(mnist.TRAIN_FILE))
     flipped = bytearray(whole)
     flipped[-6] ^= 1  # in the checksum
     for content in (whole[:-9], whole[:2000], whole[:5], b"not gzip at all", bytes(flipped)):
-        put(tmp_path, {**files, f"{mnist.TRAIN}.gz": content})
-        with pytest.raises(ValueError, match=rf"{mnist.TRAIN}\.gz: expected a whole gzip file, got a damaged one"):
+        put(tmp_path, {**files, f"{mnist.TRAIN_FILE}.gz": content})
+        with pytest.raises(ValueError, match=rf"{mnist.TRAIN_FILE}\.gz: expected a whole gzip file, got a damaged one"):
             load_dataset("mnist", tmp_path)
 
 
 def test_missing_files_are_listed(tmp_path, small_mnist):
-    with pytest.raises(ValueError, match=rf"mnist: expected {mnist.TRAIN}, {mnist.TEST} in .*MNIST/raw, got none of them; get"):
+    with pytest.raises(
+        ValueError, match=rf"mnist: expected {mnist.TRAIN_FILE}, {mnist.TEST_FILE} in .*MNIST/raw, got none of them; get"
+    ):
         load_dataset("mnist", tmp_path)
-    put(tmp_path / "MNIST" / "raw", {mnist.TRAIN: b""})
-    with pytest.raises(ValueError, match=rf"got all but {mnist.TEST}; get them from https://"):
+    put(tmp_path / "MNIST" / "raw", {mnist.TRAIN_FILE: b""})
+    with pytest.raises(ValueError, match=rf"got all but {mnist.TEST_FILE}; get them from https://"):
         load_dataset("mnist", tmp_path)
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [mnist.TRAIN]  # nothing was downloaded there
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [mnist.TRAIN_FILE]  # nothing was downloaded there
 
 
 # CIFAR-10
@@ -92,13 +97,13 @@ def test_cifar10(tmp_path, small_cifar10, place):
     assert (dataset.shape, dataset.levels, dataset.train.dtype) == ((3, 32, 32), 256, torch.uint8)
     firsts = [part[:, 0, 0, 0].tolist() for part in (dataset.train, dataset.validation, dataset.test)]
     assert firsts == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9], [10, 11]]
-    record = np.frombuffer(small_cifar10["data_batch_3.bin"], np.uint8)[cifar10.RECORD :]
+    record = np.frombuffer(small_cifar10["data_batch_3.bin"], np.uint8)[cifar10.RECORD_BYTES :]
     assert np.array_equal(dataset.train[5], record[1:].reshape(3, 32, 32))
 
 
 @pytest.mark.parametrize("change", [-1, 1])
 def test_a_cifar10_file_of_another_size(tmp_path, small_cifar10, change):
-    put(tmp_path, {**small_cifar10, "data_batch_4.bin": bytes(2 * cifar10.RECORD + change)})
+    put(tmp_path, {**small_cifar10, "data_batch_4.bin": bytes(2 * cifar10.RECORD_BYTES + change)})
     with pytest.raises(ValueError, match=rf"data_batch_4\.bin: expected 2 records of 3073 bytes, 6,146 .* got {6146 + change:,}"):
         load_dataset("cifar10", tmp_path)
 
@@ -163,7 +168,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path, fault):
 @pytest.mark.data
 def test_the_real_mnist():
     folder = Path(os.environ.get("SELFNORM_DATA") or ".")
-    if not (folder / "MNIST" / "raw" / mnist.TRAIN).exists():
+    if not (folder / "MNIST" / "raw" / mnist.TRAIN_FILE).exists():
         pytest.skip("needs MNIST/raw under $SELFNORM_DATA")
     dataset = load_dataset("mnist", folder)
     assert [len(part) for part in (dataset.train, dataset.validation, dataset.test)] == [50_000, 10_000, 10_000]

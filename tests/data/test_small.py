@@ -1,4 +1,4 @@
-"""Data sets by name: those that need no files, how names and paths are told apart, and what a Dataset must be."""
+"""Data sets that need no files, how names are distinguished from paths, and the checks of a Dataset."""
 
 import hashlib
 import math
@@ -94,7 +94,7 @@ def test_every_name_can_be_asked_for(tmp_path):
             assert load_dataset(name).name == name
 
 
-# The user's own, split
+# Splitting your own data
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [(4, [2, 1, 1]), (10, [8, 1, 1]), (105, [85, 10, 10])])
@@ -110,7 +110,7 @@ def test_the_users_own_examples_are_split_without_loss(tmp_path, rows, sizes):
 
 def test_too_few_examples_to_split(tmp_path):
     np.save(tmp_path / "table.npy", np.ones((2, 4)))
-    with pytest.raises(ValueError, match=r"table\.npy: expected at least 4 examples, .*, got 2"):
+    with pytest.raises(ValueError, match=r"table\.npy: expected at least 4 examples .*, got 2"):
         load_dataset(str(tmp_path / "table.npy"))
 
 
@@ -139,9 +139,9 @@ def test_a_dataset_refuses_parts_that_do_not_fit_together():
         Dataset("d", byte, byte, byte)
     with pytest.raises(ValueError, match=r"expected validation in torch.uint8 with levels=4, got torch.float32"):
         Dataset("d", byte, x, byte, levels=4)
-    with pytest.raises(ValueError, match=r"expected test to hold examples.*got \(0, 2\)"):
+    with pytest.raises(ValueError, match=r"expected at least one example in test.*got \(0, 2\)"):
         Dataset("d", x, x, x[:0])
-    with pytest.raises(ValueError, match=r"expected every part's examples alike, \(2,\), got \(1,\) in test"):
+    with pytest.raises(ValueError, match=r"expected examples of shape \(2,\) in every part, got \(1,\) in test"):
         Dataset("d", x, x, x[:, :1])
     with pytest.raises(ValueError, match="expected one column name for each"):
         Dataset("d", x, x, x, columns=("a",))

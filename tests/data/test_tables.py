@@ -1,4 +1,4 @@
-"""Tables from text and Parquet files; bad cells are named by line and column."""
+"""Tables from text and Parquet files; errors name the line and column of a bad cell."""
 
 import sys
 
@@ -136,7 +136,7 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
 
 def test_a_constant_column_is_named(tmp_path):
     path = table(tmp_path, "a,b\n" + "".join(f"{row},5\n" for row in range(20)))
-    with pytest.raises(ValueError, match=r"table\.csv: .*the same value in all 16 training rows of column 'b'; .*leave it out"):
+    with pytest.raises(ValueError, match=r"table\.csv: .*the same value in all 16 training rows of column 'b'; .*remove it"):
         load_dataset(str(path))
 
 

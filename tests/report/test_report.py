@@ -1,4 +1,4 @@
-"""Figures hold what they were given, pixel by pixel where that can be said; RESULTS.md holds the measurements, all of them."""
+"""Figures show the given data, checked pixel by pixel where possible; RESULTS.md holds all measurements."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from PIL import Image
 
 from selfnorm.report import canvas, figures
 from selfnorm.report.figures import curves, image_grid, sample_scatter, sample_sheet
-from selfnorm.report.results import build, write
+from selfnorm.report.results import build, write_results
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,7 +60,7 @@ def test_sample_sheet_shows_each_kind_enlarged_and_in_order(tmp_path, channels):
 
 
 def corner_of(tile, picture):
-    """The one place (row, column) where a tile stands in a picture, exactly."""
+    """Returns the only (row, column) at which a picture contains a tile exactly."""
     height, width = tile.shape[:2]
     starts = np.argwhere((picture[: -height + 1, : -width + 1] == tile[0, 0]).all(-1))
     (corner,) = [(y, x) for y, x in starts if np.array_equal(picture[y : y + height, x : x + width], tile)]
@@ -71,7 +71,7 @@ def corner_of(tile, picture):
 def test_sample_sheet_is_small_even_of_noise(tmp_path, channels, side):
     noise = torch.rand(100, channels, side, side) * 256
     sample_sheet(tmp_path / "sheet.png", noise, noise, noise, 256)
-    assert (tmp_path / "sheet.png").stat().st_size < canvas.SMALL
+    assert (tmp_path / "sheet.png").stat().st_size < canvas.LARGEST_SHEET_BYTES
 
 
 def test_scatter_of_two_columns_keeps_to_the_datas_axes(monkeypatch, tmp_path):
@@ -107,7 +107,7 @@ def test_a_constant_column_has_an_axis_too(tmp_path):
 
 
 def capture(monkeypatch):
-    """The figures that are drawn from now on."""
+    """Returns a list that collects the figures drawn from now on."""
     drawn = []
     monkeypatch.setattr(figures, "rendered", lambda figure: drawn.append(figure) or canvas.rendered(figure))
     return drawn
@@ -197,7 +197,7 @@ def test_figures_leave_pyplot_and_the_import_alone():
         (lambda path: image_grid(path, torch.zeros(0, 1, 3, 3), 256), r"image_grid: expected images .* got \(0, 1, 3, 3\)"),
         (lambda path: image_grid(path, torch.full((1, 1, 3, 3), torch.nan), 256), "expected a finite image, got 9 non-finite"),
         (lambda path: image_grid(path, torch.zeros(1, 1, 3, 3), 0), "expected levels"),
-        (lambda path: sample_scatter(path, torch.zeros(2, 2), torch.zeros(2, 3), torch.zeros(2, 3)), "of one D"),
+        (lambda path: sample_scatter(path, torch.zeros(2, 2), torch.zeros(2, 3), torch.zeros(2, 3)), "with the same D"),
         (lambda path: sample_scatter(path, *[torch.zeros(2, 3)] * 3, ["a"]), "a name for each of the 3 columns, got 1"),
         (lambda path: curves(path, [{"kind": "note"}]), "got none among 1"),
     ],
@@ -230,7 +230,7 @@ def test_results_say_all_that_was_measured_and_where(tmp_path):
         "`do it` · commit – · a box · 2026-01-02 · torch 2.13 · epochs 60 · `results/b.json`",
     ]:
         assert f"\n{line}\n" in text
-    write(tmp_path, tmp_path / "R.md")
+    write_results(tmp_path, tmp_path / "R.md")
     assert (tmp_path / "R.md").read_text(encoding="utf-8") == text == build(tmp_path)
 
 
@@ -260,7 +260,7 @@ def test_results_refuse_what_is_no_json_or_no_folder(tmp_path):
 
 
 def test_results_md_is_current():
-    """If not: python -m selfnorm.report.results."""
+    """If it fails, run python -m selfnorm.report.results."""
     assert (ROOT / "RESULTS.md").read_text(encoding="utf-8") == build(ROOT / "results")
 
 

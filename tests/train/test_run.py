@@ -222,7 +222,7 @@ def test_the_fingerprint_of_large_data_uses_a_part_of_it(monkeypatch):
     x = torch.zeros(100_000, 1, dtype=torch.float32)
     dataset = Dataset("many", x, x[:5], x[:5])
     whole = fingerprint(dataset)
-    monkeypatch.setattr("selfnorm.data.dataset.LARGE", 100)
+    monkeypatch.setattr("selfnorm.data.dataset.LARGE_PART_BYTES", 100)
     assert fingerprint(dataset) != whole
     x[-1] = 1.0
     assert fingerprint(dataset) != fingerprint(Dataset("many", torch.zeros_like(x), x[:5], x[:5]))

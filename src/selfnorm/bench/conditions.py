@@ -1,4 +1,4 @@
-"""What a measurement depends on beside the code: a GPU's clock, and what others take of the CPU meanwhile."""
+"""Records conditions that affect a measurement: the clock of a GPU, and the load that other processes put on the CPU."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from pathlib import Path
 
 import torch
 
-SHORT = 0.5  # seconds: Linux counts in hundredths, for each core
-MUCH = 0.2  # of a core, taken by others: threads that wait for each other then wait for them, too
+SHORTEST_SECONDS = 0.5  # that give a useful average: Linux counts in hundredths of a second, per core
+BUSY_CORES = 0.2  # used by other processes, from which on a table warns: threads that wait for each other are slowed down
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """At one moment.
+    """The conditions at one moment.
 
+    at:      the time in seconds, by a monotonic clock.
     clock:   of a GPU, in MHz.
-    others:  seconds of all cores that went to other processes since some time long ago.
+    others:  CPU seconds used by other processes since the machine started.
     """
 
     at: float
@@ -31,25 +32,25 @@ class Conditions:
         return cls(time.monotonic(), clock_mhz(device), None if device.type == "cuda" else _taken_by_others())
 
     def until(self, after: Conditions, device: torch.device) -> dict[str, str | None]:
-        """For a table's provenance; None for what nobody tells."""
+        """Returns the conditions from this moment until `after`, for the provenance of a table; None for what is unknown."""
         if device.type == "cuda":
             clocks = self.clock, after.clock
             return {"SM clock": None if clocks == (None, None) else f"{clocks[0]} MHz before, {clocks[1]} MHz after"}
         cores = self.cores_taken(after)
         if cores is None:
             return {"taken by others": None}
-        warning = "; with the machine to itself it may be much faster" if cores > MUCH else ""
+        warning = "; on an idle machine it may be much faster" if cores > BUSY_CORES else ""
         return {"taken by others": f"{cores:.1f} of {os.cpu_count()} cores{warning}"}
 
     def cores_taken(self, after: Conditions) -> float | None:
-        """How many cores others kept busy on average; None if it was too short to tell."""
-        if self.others is None or after.others is None or after.at - self.at < SHORT:
+        """Returns how many cores other processes kept busy on average; None if unknown or measured too briefly."""
+        if self.others is None or after.others is None or after.at - self.at < SHORTEST_SECONDS:
             return None
         return max(0.0, (after.others - self.others) / (after.at - self.at))
 
 
 def clock_mhz(device: torch.device) -> int | None:
-    """The clock of a GPU's multiprocessors after a moment's work, since it falls when idle; None where nobody tells."""
+    """Returns the clock of a GPU's multiprocessors in MHz, after some work, since an idle GPU lowers it; None if unknown."""
     if device.type != "cuda":
         return None
     a = torch.ones(4096, 4096, device=device, dtype=torch.float32)
@@ -69,7 +70,7 @@ def clock_mhz(device: torch.device) -> int | None:
 
 
 def _taken_by_others() -> float | None:
-    """As Linux counts it: what was not idle, less what this process and its children had; what a hypervisor kept is in it."""
+    """Returns CPU seconds used by other processes, as Linux counts them; time taken by a hypervisor is included."""
     try:
         user, nice, system, _idle, _waiting, *interrupts = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])
     except (OSError, ValueError):

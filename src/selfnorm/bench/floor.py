@@ -1,14 +1,14 @@
-"""The floor of a training step: the least time in which this machine could do its operations and move its bytes.
+"""Computes the floor of a training step: a lower bound on its time, from its operations and the bytes that it moves.
 
     floor = max(operations / measured product rate, bytes / measured copy rate)
 
-operations:  those of all matrix products and convolutions of one step, forward and backward, as torch counts them in plain
-             PyTorch, and of factorisations and solves by the textbook: 2/3·m³ for an LU, 2m²k for a solve of k columns.
-bytes:       of each parameter 7 passes (read and written, both of Adam's moments read and written, its gradient once), of
-             each inverse that is tracked 2, and of what the step keeps for its backward pass 2 (written, read).
+operations:  of all matrix products and convolutions of one step, forward and backward, as torch counts them in plain PyTorch,
+             and of factorisations and solves by the usual formulas: 2/3·m³ for an LU, 2m²k for a solve with k columns.
+bytes:       7 passes over each parameter (itself and Adam's two moments read and written, its gradient once), 2 over each
+             tracked inverse, and 2 over what the step keeps for its backward pass (written, read).
 
 Both rates are measured at the start of a run: a large product, in the precision that products have in training (bfloat16 only for
-flows with coupling networks in it), and a large copy.
+flows whose coupling networks run in it), and a large copy.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from selfnorm.bench.timing import Effort, Failure, Work, measure
 from selfnorm.bijection import Bijection
 from selfnorm.kernels.dispatch import used_on
 
-PASSES = 7  # over a parameter, in a step with Adam
+ADAM_PASSES = 7  # over each parameter, in a training step with Adam
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the machine does at best: operations a second of a product, and bytes a second of a copy, read and written.
+    """The highest rates of the machine: operations per second in a product, and bytes per second, read and written, in a copy.
 
-    in_bf16:  whether it is a product of bfloat16 numbers, instead of float32.
+    in_bf16:  whether the product is of bfloat16 numbers instead of float32.
     """
 
     product: float
@@ -46,19 +46,19 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Counts:
-    """What one step does: operations, bytes that it must move, and bytes that it keeps for its backward pass."""
+    """The counts for one step: operations, bytes moved, and bytes kept for the backward pass."""
 
     operations: float
     moved: float
     activations: float
 
     def floor(self, ceilings: Ceilings) -> float:
-        """Seconds."""
+        """Returns the floor in seconds."""
         return max(self.operations / ceilings.product, self.moved / ceilings.copy)
 
 
 def measure_ceilings(device: torch.device, seconds: float = 1.0, in_bf16: bool = False) -> Ceilings:
-    """By a product of large square matrices and a copy that no cache holds, the best of many blocks each."""
+    """Measures both rates with a product of large square matrices and a copy larger than any cache, from the fastest blocks."""
     gpu = device.type != "cpu"
     side, values = (8192, 2**28) if gpu else (1536, 2**25)
     if device.type == "cuda":
@@ -71,13 +71,13 @@ def measure_ceilings(device: torch.device, seconds: float = 1.0, in_bf16: bool =
     found = {}
     for name, timing in measure(works, device, Effort(seconds=seconds / 2, warm_up=seconds / 4)).items():
         if isinstance(timing, Failure):
-            raise RuntimeError(f"bench: the {name} that the floor is measured by failed: {timing.reason}")
-        found[name] = timing.low  # a ceiling is what can be reached
+            raise RuntimeError(f"bench: expected to measure a {name} for the floor, got {timing.reason}; is the device busy?")
+        found[name] = timing.low  # the highest rate is that of the fastest blocks
     return Ceilings(2 * side**3 / found["product"], 2 * source.nbytes / found["copy"], in_bf16)
 
 
-def count(step: Callable[[], object], module: nn.Module) -> Counts:
-    """What an eager step of a module does. It is taken twice: once in plain PyTorch, whose products torch can count."""
+def count_step(step: Callable[[], object], module: nn.Module) -> Counts:
+    """Returns the counts of an eager step of a module. Takes two steps, one in plain PyTorch, whose products torch can count."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with used_on(), FlopCounterMode(display=False, custom_mapping=_linear_algebra()) as counter:
@@ -85,33 +85,34 @@ def count(step: Callable[[], object], module: nn.Module) -> Counts:
     activations = saved_bytes(step, module)
     trackers = [layer.inverse_tracker for layer in module.modules() if isinstance(layer, Bijection)]
     inverses = sum(tracker.weight_inv.nbytes for tracker in trackers if tracker is not None)
-    moved = PASSES * parameter_bytes(module) + 2 * inverses + 2 * activations
+    moved = ADAM_PASSES * parameter_bytes(module) + 2 * inverses + 2 * activations
     return Counts(float(counter.get_total_flops()), float(moved), float(activations))
 
 
 def parameter_bytes(module: nn.Module) -> int:
+    """Returns the bytes of all trainable parameters."""
     return sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
 
 
 def saved_bytes(step: Callable[[], object], module: nn.Module) -> int:
-    """Bytes that a step keeps from its forward for its backward pass, beside parameters and buffers; each storage once."""
+    """Returns the bytes that a step saves for its backward pass, without parameters and buffers; shared storage counts once."""
     own = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
     seen: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         if (where := _storage(tensor)) not in own:
             seen[where] = tensor.untyped_storage().nbytes()
-        return tensor.detach()  # itself would be a cycle, for what a function both returns and keeps
+        return tensor.detach()  # returning the tensor itself would create a cycle if a function saves its own output
 
-    # All that is kept lives until the backward pass, so that no two of them share an address.
+    # Saved tensors live until the backward pass, so different ones have different addresses.
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         step()
-    module.zero_grad(set_to_none=True)  # a graph that is captured next must not add to what this step left
+    module.zero_grad(set_to_none=True)  # a graph captured next must not add to the gradients of this step
     return sum(seen.values())
 
 
 def bare_step(dimensions: int, layers: int, batch: int, device: torch.device) -> Callable[[], None]:
-    """What a self-normalizing fully connected step cannot do without: 6 products a layer, and Adam on W and R. Nothing else."""
+    """Returns a function that does the minimum of a self-normalizing fully connected step: 6 products per layer, and Adam."""
     W, R = ([torch.randn(dimensions, dimensions, device=device, dtype=torch.float32) for _ in range(layers)] for _ in range(2))
     x = torch.randn(batch, dimensions, device=device, dtype=torch.float32)
     parameters = [nn.Parameter(tensor / math.sqrt(dimensions)) for tensor in (*W, *R)]
@@ -140,8 +141,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _linear_algebra() -> dict[Any, Any]:
-    """How many operations torch's counter, which knows of products alone, is to count for factorisations and solves; and for
-    products in place, which it does not know either."""
+    """Returns operation counts for factorisations, solves and in-place products, none of which torch's counter knows."""
     aten = torch.ops.aten
 
     def lu(shape: Iterable[int], *rest: Any, **options: Any) -> float:

@@ -1,4 +1,4 @@
-"""Work as a CUDA graph, where that can be: then the host's part in its time is gone."""
+"""Captures work as a CUDA graph, if possible, so that its time does not include launching kernels from the host."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from selfnorm.bench.timing import Work
 from selfnorm.runtime.graphs import capturing, generator_kept, waiting_is_an_error
 
-WARM_UP = 3  # calls before a capture: they compile kernels and make libraries allocate
+CALLS_BEFORE_CAPTURE = 3  # they compile kernels and make libraries allocate their workspaces
 
 
 def captured(run: Callable[[], object], device: torch.device, repeats: int = 1) -> Work | None:
-    """So many calls as one graph; None off CUDA, and for work that waits for the device, which no graph can hold."""
+    """Returns work that replays a graph of `repeats` calls; None without CUDA, or if the work waits for the device."""
     if device.type != "cuda":
         return None
     stream = torch.cuda.Stream(device)
@@ -22,9 +22,9 @@ def captured(run: Callable[[], object], device: torch.device, repeats: int = 1) 
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
+            for _ in range(CALLS_BEFORE_CAPTURE):
                 run()
-            with waiting_is_an_error():  # found out beforehand, since a capture that fails leaves traces
+            with waiting_is_an_error():  # checked first, since a failed capture has side effects
                 run()
         torch.cuda.synchronize(device)
         with generator_kept(device), capturing(graph, stream=stream):
@@ -40,5 +40,5 @@ def captured(run: Callable[[], object], device: torch.device, repeats: int = 1) 
 
 
 def _replay(graph: torch.cuda.CUDAGraph, run: Callable[[], object]) -> None:
-    """run: only to be held, for the graph works on tensors that nobody else may hold."""
+    """Replays the graph. `run` is passed only to keep the tensors alive that the graph uses."""
     graph.replay()

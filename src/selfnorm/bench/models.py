@@ -1,4 +1,4 @@
-"""Which models `selfnorm bench` knows: recipes, on made-up data of their data set's shape, and a few that no recipe has."""
+"""The models that `selfnorm bench` can time: every recipe, on random data of the right shape, and a few others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from selfnorm.train.experiments import RECIPES
 from selfnorm.train.recipe import Recipe
 
-# One example's shape, and grey levels.
+# The shape of one example, and the number of grey levels.
 SHAPES: dict[str, tuple[tuple[int, ...], int | None]] = {
     "digits": ((1, 8, 8), 17),
     "mnist": ((1, 28, 28), 256),
@@ -21,7 +21,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], int | None]] = {
     "imagenet32": ((3, 32, 32), 256),
     **dict.fromkeys(("moons", "rings", "checkerboard", "spirals"), ((2,), None)),
 }
-# What the paper took for a step, in ms: MNIST on a 1080 Ti, CIFAR-10 on a Titan X. Keller et al. (2021).
+# Milliseconds per step in the paper: MNIST on a 1080 Ti, CIFAR-10 on a Titan X. Keller et al. (2021).
 PAPER_MS = {
     "mnist-fc-snf": 18.7,
     "mnist-fc-exact": 44.9,
@@ -41,7 +41,7 @@ PAPER_MS = {
 class Model:
     """A model to time.
 
-    bare:  not the model itself, but what it cannot do without: its matrix products, and Adam.
+    bare:  whether to time only the matrix products of the model, and Adam, as a lower limit.
     """
 
     name: str
@@ -52,16 +52,17 @@ class Model:
 
     @property
     def family(self) -> tuple[str, tuple[int, ...], int | None]:
-        """Models of one family differ in their layers alone; they are timed in turn, with as many CPU threads."""
+        """Identifies a family: models that differ only in their layers. They take turns, with the same number of threads."""
         return self.recipe.architecture.model, self.shape, self.recipe.optimiser.threads
 
     @property
-    def couples(self) -> bool:
-        """Whether it has coupling networks, which work in bfloat16 where that is asked for."""
+    def has_coupling_networks(self) -> bool:
+        """Whether the model has coupling networks, which run in bfloat16 on request."""
         return self.recipe.architecture.model == "glow"
 
     @property
     def dimensions(self) -> int:
+        """The number of values in one example."""
         return math.prod(self.shape)
 
 
@@ -77,7 +78,7 @@ def _known() -> dict[str, Model]:
 
 
 MODELS = _known()
-EXTRA = ", ".join(name for name in MODELS if name not in RECIPES)
+EXTRA_NAMES = ", ".join(name for name in MODELS if name not in RECIPES)
 _FC = tuple(f"mnist-fc-{kind}" for kind in ("snf", "exact", "tracked", "sketch", "relative", "lu", "bare"))
 _CONV = tuple(f"mnist-conv-{kind}" for kind in ("snf", "exact", "tracked", "emerging", "exp"))
 _GLOW = ("mnist-glow-snf", "mnist-glow-exact", "cifar10-glow-snf", "cifar10-glow-exact")
@@ -85,13 +86,13 @@ _DIGITS = ("digits-fc-snf", "digits-fc-exact", "digits-conv-snf", "digits-conv-e
 
 
 def default_models(device: torch.device) -> list[Model]:
-    """The paper's; on a CPU without its Glows, whose steps take seconds, and with small ones."""
+    """Returns the models of the paper; on a CPU without Glow, whose steps take seconds, but with models of digits."""
     names = (*_DIGITS, *_FC, *_CONV) if device.type == "cpu" else (*_FC, *_CONV, *_GLOW)
     return [MODELS[name] for name in names]
 
 
 def choose(patterns: Iterable[str]) -> list[Model]:
-    """The models of names and patterns, such as "mnist-fc-*", in the order in which they are asked for."""
+    """Returns the models that match names or patterns such as "mnist-fc-*", in the given order."""
     chosen: dict[str, Model] = {}
     for pattern in (part.strip() for words in patterns for part in words.split(",")):
         matches = [name for name in MODELS if fnmatchcase(name, pattern)]
@@ -99,15 +100,15 @@ def choose(patterns: Iterable[str]) -> list[Model]:
             close = difflib.get_close_matches(pattern, MODELS, n=1)
             hint = f" (did you mean {close[0]}?)," if close else ""
             raise ValueError(
-                f"--models: got {pattern!r}{hint or ','} expected a recipe, as `selfnorm recipes` lists them, one of {EXTRA}, "
-                "or a pattern such as 'mnist-fc-*'"
+                f"--models: got {pattern!r}{hint or ','} expected a recipe, as `selfnorm recipes` lists them, one of "
+                f"{EXTRA_NAMES}, or a pattern such as 'mnist-fc-*'"
             )
         chosen |= {name: MODELS[name] for name in matches}
     return list(chosen.values())
 
 
 def families(models: Sequence[Model]) -> list[list[Model]]:
-    """The models by family, both in their order."""
+    """Returns the models grouped by family, in the given order."""
     groups: dict[tuple[str, tuple[int, ...], int | None], list[Model]] = {}
     for model in models:
         groups.setdefault(model.family, []).append(model)

@@ -1,7 +1,7 @@
-"""Other libraries' flows beside ours, at the same shapes and in the same run: zuko, nflows, normflows, where they are installed.
+"""Times the flows of zuko, nflows and normflows, if installed, next to ours: same shapes, same run.
 
-None of them is needed for anything else. Their models are built as their documentation does, in their default sizes where there
-is no counterpart, and trained by −log_prob, backward and fused Adam, eagerly, as their users do.
+Nothing else needs these libraries. Their models are built as in their documentation, with default sizes if our library has no
+counterpart, and trained as their users do: eagerly, with −log_prob, a backward pass and fused Adam.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ from selfnorm.bench.models import MODELS, Model
 from selfnorm.bench.table import (
     BenchTable,
     Cell,
+    LineCallback,
     Note,
-    Told,
     blocks_of,
-    in_full,
     machine_of,
     measuring,
-    milli,
+    milliseconds,
     significant,
     source_of,
+    timing_details,
 )
 from selfnorm.bench.timing import Effort, Failure, Timing, Work, measure, reason_for
 from selfnorm.bench.training import FAILED_STEP, TrainingStep, training_step
 
-Loss = Callable[[Tensor], Tensor]  # of a batch, as a number
-BATCH = 100
-RATE = 1e-5
+PeerLoss = Callable[[Tensor], Tensor]  # batch to scalar
+PEER_BATCH = 100
+PEER_LEARNING_RATE = 1e-5
 MISSING = "not installed"
-COLUMNS = ("model", "library", "example", "parameters", "ms a step", "10 %", "90 %", "this / ours", "note")
+PEER_COLUMNS = ("model", "library", "example", "parameters", "ms a step", "10 %", "90 %", "this / ours", "note")
 
 
 @dataclass(frozen=True)
 class Peer:
     """A model of another library.
 
-    make:  builds it, on the CPU and in the default precision, and its loss.
+    make:  returns the model, on the CPU and in the default precision, and its loss.
     """
 
     library: str
     model: str
     shape: tuple[int, ...]
-    make: Callable[[], tuple[nn.Module, Loss]]
+    make: Callable[[], tuple[nn.Module, PeerLoss]]
 
 
 @dataclass
-class Row:
-    """What was measured of a model of ours or of a peer's."""
+class PeerRow:
+    """The measurements of one model, ours or of another library."""
 
     library: str
     model: str
@@ -75,18 +75,18 @@ class Row:
         return f"{self.library} {self.model}"
 
 
-def zuko_flow(kind: str, features: int) -> tuple[nn.Module, Loss]:
-    """MAF or NICE, in their default sizes."""
+def zuko_flow(kind: str, features: int) -> tuple[nn.Module, PeerLoss]:
+    """Returns zuko's MAF or NICE with default sizes."""
     flow: nn.Module = getattr(import_module("zuko.flows"), kind)(features)
     return flow, lambda x: -flow().log_prob(x).mean()
 
 
-def nflows_lu(features: int) -> tuple[nn.Module, Loss]:
-    """Two LU-factored linear layers with a leaky ReLU between: the counterpart of our fully connected flow."""
+def nflows_lu(features: int) -> tuple[nn.Module, PeerLoss]:
+    """Returns two LU-factored linear layers with a leaky ReLU between them: the counterpart of our fully connected flow."""
     transforms = import_module("nflows.transforms")
 
     class Leaky(transforms.LeakyReLU):  # type: ignore[name-defined, misc]
-        """Theirs, whose log-determinant is always on the CPU, on any device."""
+        """The leaky ReLU of nflows, fixed: its log-determinant is always on the CPU."""
 
         def forward(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
             log_det = (inputs < 0).to(inputs) * math.log(self.negative_slope)
@@ -97,8 +97,8 @@ def nflows_lu(features: int) -> tuple[nn.Module, Loss]:
     )
 
 
-def nflows_coupling(features: int, layers: int = 4, hidden: int = 512) -> tuple[nn.Module, Loss]:
-    """Affine couplings with residual networks, halves in turn."""
+def nflows_coupling(features: int, layers: int = 4, hidden: int = 512) -> tuple[nn.Module, PeerLoss]:
+    """Returns affine couplings with residual networks that transform alternate halves."""
     transforms, nets = import_module("nflows.transforms"), import_module("nflows.nn.nets")
 
     def network(inputs: int, outputs: int) -> nn.Module:
@@ -110,19 +110,19 @@ def nflows_coupling(features: int, layers: int = 4, hidden: int = 512) -> tuple[
     return _nflows(transforms.CompositeTransform(couplings), features)
 
 
-def _nflows(transform: nn.Module, features: int) -> tuple[nn.Module, Loss]:
+def _nflows(transform: nn.Module, features: int) -> tuple[nn.Module, PeerLoss]:
     flows, distributions = import_module("nflows.flows"), import_module("nflows.distributions")
     flow: Any = flows.Flow(transform, distributions.StandardNormal([features]))
     return flow, lambda x: -flow.log_prob(x).mean()
 
 
-def normflows_glow(shape: tuple[int, int, int], blocks: int, steps: int, hidden: int = 512) -> tuple[nn.Module, Loss]:
-    """Glow as in the library's example, without classes."""
+def normflows_glow(shape: tuple[int, int, int], blocks: int, steps: int, hidden: int = 512) -> tuple[nn.Module, PeerLoss]:
+    """Returns Glow as in the example of normflows, without classes."""
     nf = import_module("normflows")
     channels, height, width = shape
     bases, flows, merges = [], [], []
     for block in range(blocks):
-        depth = blocks - block  # squeezes that this block's latent has been through
+        depth = blocks - block  # the number of squeezes before this block's latent
         wide = channels * 2 ** (depth + 1)
         flows.append([*(nf.flows.GlowBlock(wide, hidden) for _ in range(steps)), nf.flows.Squeeze()])
         if block:
@@ -150,7 +150,7 @@ OURS = {
 
 
 def installed(library: str) -> str | None:
-    """Its version, if it is there."""
+    """Returns the version of a library, or None if it is not installed."""
     try:
         return version(library)
     except PackageNotFoundError:
@@ -163,18 +163,18 @@ def measure_peers(
     *,
     effort: Effort | None = None,
     peers: Sequence[Peer] = PEERS,
-    told: Told = str,
-    now: Told = str,
-) -> Iterator[Row]:
-    """A training step of each model for examples of these shapes; those of one shape take turns, the first of ours first.
+    on_result: LineCallback = str,
+    on_status: LineCallback = str,
+) -> Iterator[PeerRow]:
+    """Yields the time of a training step of each model for examples of these shapes; models of one shape take turns.
 
-    told:  is called with a line for each model.
-    now:   is called with a line for what is being measured.
+    on_result:  called with one line for each measured model.
+    on_status:  called with one line about what is being measured.
     """
     for shape in shapes:
-        found = _of_shape(shape, [peer for peer in peers if peer.shape == shape], device, effort or Effort(), now)
+        found = _measure_shape(shape, [peer for peer in peers if peer.shape == shape], device, effort or Effort(), on_status)
         for row in found:
-            told(f"{row.name}: " + (f"{1e3 * row.step.median:.3g} ms a step" if row.step else row.note))
+            on_result(f"{row.name}: " + (f"{1e3 * row.step.median:.3g} ms a step" if row.step else row.note))
         gc.collect()
         if device.type != "cpu":
             torch.accelerator.empty_cache()
@@ -188,13 +188,13 @@ def peers_table(
     effort: Effort | None = None,
     peers: Sequence[Peer] = PEERS,
     command: str | None = None,
-    told: Told = str,
-    now: Told = str,
-) -> tuple[BenchTable, list[Row]]:
-    """The table, and what it is made of. An interruption ends the measuring: the table then holds what was done by then."""
-    before, rows = Conditions.now(device), list[Row]()
+    on_result: LineCallback = str,
+    on_status: LineCallback = str,
+) -> tuple[BenchTable, list[PeerRow]]:
+    """Returns the table and its measurements. Ctrl-C stops the measuring; the table then holds what was finished."""
+    before, rows = Conditions.now(device), list[PeerRow]()
     with measuring(device) as stop:
-        for row in measure_peers(shapes, device, effort=effort, peers=peers, told=told, now=now):
+        for row in measure_peers(shapes, device, effort=effort, peers=peers, on_result=on_result, on_status=on_status):
             rows.append(row)
     source = source_of(device, command, before)
     source |= {row.library: row.version for row in rows if row.library != "selfnorm"}
@@ -203,46 +203,48 @@ def peers_table(
         if row.library == "selfnorm" and row.step:
             ours.setdefault(row.shape, row.step)
     table = BenchTable(
-        title=f"A training step beside other libraries', on {machine_of(device)}",
+        title=f"A training step compared with other libraries, on {machine_of(device)}",
         notes=[
             Note(
-                f"Forward, backward and Adam at batch {BATCH}, in milliseconds: medians over "
+                f"Forward, backward and Adam at batch {PEER_BATCH}, in milliseconds: medians over "
                 f"{blocks_of(row.step for row in rows)} after a warm-up, with the 10 % and 90 % quantiles of the "
                 "blocks; models for one shape took turns."
             ),
             Note(
-                "Ours is the whole step with a batch made of bytes"
+                "Ours is the whole step, including a batch made from bytes"
                 + (", in CUDA graphs as in training" if device.type == "cuda" else "")
-                + "; the others' is −log_prob of a batch that lies ready, backward and fused Adam, eager. Models of one shape "
-                "are what each library has for it, not the same function."
+                + "; theirs is −log_prob of a ready batch, backward and fused Adam, eager. Models for one shape are what each "
+                "library offers for it, not the same function."
             ),
-            Note("This / ours: against the self-normalizing model of that shape.", ("this / ours",)),
+            Note("This / ours: time relative to our self-normalizing model for that shape.", ("this / ours",)),
         ],
-        columns=COLUMNS,
-        rows=[_cells(row, ours.get(row.shape)) for row in rows],
+        columns=PEER_COLUMNS,
+        rows=[_peer_cells(row, ours.get(row.shape)) for row in rows],
         source=source,
-        details=[_details(row) for row in rows],
+        details=[_peer_details(row) for row in rows],
         failures=[f"{row.name}: {row.note}" for row in rows if row.failed],
         stopped=stop.after(len({row.shape for row in rows}), len(shapes), "shapes"),
     )
     return table, rows
 
 
-def _of_shape(shape: tuple[int, ...], peers: Sequence[Peer], device: torch.device, effort: Effort, now: Told) -> list[Row]:
-    rows: list[Row] = []
+def _measure_shape(
+    shape: tuple[int, ...], peers: Sequence[Peer], device: torch.device, effort: Effort, on_status: LineCallback
+) -> list[PeerRow]:
+    rows: list[PeerRow] = []
     steps: dict[str, TrainingStep] = {}
     works: dict[str, Work] = {}
     for model in OURS[shape]:
-        row = Row("selfnorm", model.name, shape, selfnorm.__version__)
+        row = PeerRow("selfnorm", model.name, shape, selfnorm.__version__)
         rows.append(row)
-        now(f"{row.name}: building it")
-        _attempt(row, partial(_build_ours, row, model, device, steps, works))
+        on_status(f"{row.name}: building it")
+        _build_or_note(row, partial(_build_ours, row, model, device, steps, works))
     for peer in peers:
-        row = Row(peer.library, peer.model, shape, installed(peer.library))
+        row = PeerRow(peer.library, peer.model, shape, installed(peer.library))
         rows.append(row)
-        now(f"{row.name}: building it")
-        _attempt(row, partial(_build_peer, row, peer, device, works))
-    now(f"steps of {', '.join(works)}" + (" in turn" if len(works) > 1 else ""))
+        on_status(f"{row.name}: building it")
+        _build_or_note(row, partial(_build_peer, row, peer, device, works))
+    on_status(f"steps of {', '.join(works)}" + (" in turn" if len(works) > 1 else ""))
     for name, timing in measure(works, device, effort).items():
         row = next(row for row in rows if row.name == name)
         if isinstance(timing, Failure):
@@ -254,13 +256,13 @@ def _of_shape(shape: tuple[int, ...], peers: Sequence[Peer], device: torch.devic
     return rows
 
 
-def _build_ours(row: Row, model: Model, device: torch.device, steps: dict[str, TrainingStep], works: dict[str, Work]) -> None:
+def _build_ours(row: PeerRow, model: Model, device: torch.device, steps: dict[str, TrainingStep], works: dict[str, Work]) -> None:
     step = training_step(model, device)
-    row.parameters = _parameters(step.loss)
+    row.parameters = _parameter_count(step.loss)
     steps[row.name], works[row.name] = step, step.work
 
 
-def _build_peer(row: Row, peer: Peer, device: torch.device, works: dict[str, Work]) -> None:
+def _build_peer(row: PeerRow, peer: Peer, device: torch.device, works: dict[str, Work]) -> None:
     try:
         flow, loss = peer.make()
     except ImportError as error:
@@ -268,43 +270,43 @@ def _build_peer(row: Row, peer: Peer, device: torch.device, works: dict[str, Wor
         row.note = MISSING if missing else f"cannot be imported: {reason_for(error)}"
         return
     flow.to(device, torch.float32)
-    optimizer = torch.optim.Adam(flow.parameters(), lr=RATE, fused=True)
-    x = torch.randn(BATCH, *peer.shape, device=device, dtype=torch.float32)
+    optimizer = torch.optim.Adam(flow.parameters(), lr=PEER_LEARNING_RATE, fused=True)
+    x = torch.randn(PEER_BATCH, *peer.shape, device=device, dtype=torch.float32)
 
     def run() -> None:
         optimizer.zero_grad(set_to_none=True)
         loss(x).backward()
         optimizer.step()
 
-    run()  # now, so that what fails at once fails by itself; it also initialises what looks at a first batch
-    row.parameters = _parameters(flow)
+    run()  # so that an immediate failure is this model's alone; it also initialises layers from a first batch
+    row.parameters = _parameter_count(flow)
     works[row.name] = Work(run)
 
 
-def _attempt(row: Row, action: Callable[[], None]) -> None:
+def _build_or_note(row: PeerRow, action: Callable[[], None]) -> None:
     try:
         action()
     except Exception as error:
         row.note, row.failed = reason_for(error), True
 
 
-def _parameters(module: nn.Module) -> int:
+def _parameter_count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
-def _cells(row: Row, ours: Timing | None) -> list[Cell]:
+def _peer_cells(row: PeerRow, ours: Timing | None) -> list[Cell]:
     ratio = row.step.median / ours.median if row.step and ours else None
     example = "×".join(map(str, row.shape if math.prod(row.shape) != row.shape[0] else row.shape[:1]))
-    return [row.model, row.library, example, row.parameters, *milli(row.step), significant(ratio), row.note or None]
+    return [row.model, row.library, example, row.parameters, *milliseconds(row.step), significant(ratio), row.note or None]
 
 
-def _details(row: Row) -> dict[str, Any]:
+def _peer_details(row: PeerRow) -> dict[str, Any]:
     return {
         "library": row.library,
         "version": row.version,
         "model": row.model,
         "shape": list(row.shape),
         "parameters": row.parameters,
-        **in_full("step", row.step),
+        **timing_details("step", row.step),
         "note": row.note,
     }

@@ -1,4 +1,4 @@
-"""The paper's timing figure: one fully connected layer of each kind as its dimension grows, with slopes and crossovers."""
+"""Measures the paper's timing figure: one fully connected layer of each kind by dimension, with slopes and crossovers."""
 
 from __future__ import annotations
 
@@ -14,18 +14,29 @@ from torch import Tensor, nn
 
 from selfnorm.bench.conditions import Conditions
 from selfnorm.bench.graph import captured
-from selfnorm.bench.table import BenchTable, Cell, Note, Told, blocks_of, in_full, machine_of, measuring, significant, source_of
+from selfnorm.bench.table import (
+    BenchTable,
+    Cell,
+    LineCallback,
+    Note,
+    blocks_of,
+    machine_of,
+    measuring,
+    significant,
+    source_of,
+    timing_details,
+)
 from selfnorm.bench.timing import Effort, Failure, Timing, Work, measure, reason_for
 from selfnorm.bijection import Bijection
 from selfnorm.models import LINEAR
 from selfnorm.runtime.gradients import AdamArguments, collected_gradients
 from selfnorm.train.adam import BETAS, EPS, moments_of, update_from_factors
 
-BATCH = 128
-SMALLEST = 32
-MOST = 2**16
-RATE = 1e-6  # so small that no weight goes astray while it is timed
-# As the paper's figure and this library name them.
+SCALING_BATCH = 128
+SMALLEST_DIMENSION = 32
+LARGEST_DIMENSION = 2**16
+SCALING_LEARNING_RATE = 1e-6  # so small that the weights hardly change while they are timed
+# From the name in the paper's figure to that in `selfnorm.models.LINEAR`.
 KINDS = {
     "learned": "selfnorm",
     "Newton–Schulz": "tracked",
@@ -34,13 +45,13 @@ KINDS = {
     "LU": "lu",
     "exact": "exact",
 }
-PARTS = ("gradient", "with Adam")
+STEP_PARTS = ("gradient", "with Adam")
 Times = dict[str, dict[int, float]]  # seconds by kind and dimension
 
 
 @dataclass(frozen=True)
 class Point:
-    """A layer's time at a dimension. how: "graph" or "eager"."""
+    """The time of a layer at one dimension. how: "graph" or "eager"."""
 
     kind: str
     part: str
@@ -51,10 +62,10 @@ class Point:
 
 
 def sizes(largest: int) -> list[int]:
-    """Powers of two from 32 on, up to this one."""
-    if not SMALLEST <= largest <= MOST or largest.bit_count() != 1:
-        raise ValueError(f"--largest: expected a power of two from {SMALLEST} to {MOST}, got {largest}")
-    return [2**power for power in range(SMALLEST.bit_length() - 1, largest.bit_length())]
+    """Returns the powers of two from 32 to `largest`."""
+    if not SMALLEST_DIMENSION <= largest <= LARGEST_DIMENSION or largest.bit_count() != 1:
+        raise ValueError(f"--largest: expected a power of two from {SMALLEST_DIMENSION} to {LARGEST_DIMENSION}, got {largest}")
+    return [2**power for power in range(SMALLEST_DIMENSION.bit_length() - 1, largest.bit_length())]
 
 
 def measure_scaling(
@@ -63,22 +74,22 @@ def measure_scaling(
     *,
     kinds: Sequence[str] = tuple(KINDS),
     effort: Effort | None = None,
-    told: Told = str,
-    now: Told = str,
+    on_result: LineCallback = str,
+    on_status: LineCallback = str,
 ) -> Iterator[Point]:
-    """The time of each kind of layer at each dimension, without and with Adam; at each dimension all take turns.
+    """Yields the time of each kind of layer at each dimension, without and with Adam; at each dimension all take turns.
 
-    told:  is called with a line for each dimension.
-    now:   is called with a line for what is being measured.
+    on_result:  called with one line for each measured dimension.
+    on_status:  called with one line about what is being measured.
     """
     eager: set[str] = set()
     for size in dimensions:
-        now(f"D = {size}: {', '.join(kinds)} in turn")
+        on_status(f"D = {size}: {', '.join(kinds)} in turn")
         found = _at_size(size, device, kinds, eager, effort or Effort())
-        # A capture that failed leaves traces: what could not be captured once is not tried again.
+        # A failed capture has side effects, so a kind that could not be captured is not tried again.
         eager |= {point.kind for point in found if point.timing and point.how == "eager"}
-        times = {point.kind: point.timing for point in found if point.part == PARTS[0]}
-        told(f"D = {size}: " + ", ".join(f"{kind} {1e3 * time.median:.3g} ms" for kind, time in times.items() if time))
+        times = {point.kind: point.timing for point in found if point.part == STEP_PARTS[0]}
+        on_result(f"D = {size}: " + ", ".join(f"{kind} {1e3 * time.median:.3g} ms" for kind, time in times.items() if time))
         gc.collect()
         if device.type != "cpu":
             torch.accelerator.empty_cache()
@@ -86,9 +97,10 @@ def measure_scaling(
 
 
 def layer_step(layer: Bijection, x: Tensor, optimizer: torch.optim.Adam | None = None) -> Callable[[], None]:
-    """`surrogate` and its backward pass as inside a flow, with a gradient for x too; then Adam, if given; then tracking.
+    """Returns a function that runs `surrogate` and its backward pass, with a gradient for x as inside a flow, then Adam, if
+    given, then tracking.
 
-    With Adam, gradients that can be left in factors are, as in training.
+    With Adam, gradients are left as factors where possible, as in training.
     """
     x = x.detach().requires_grad_()
     rate, frozen, failed = x.new_tensor([optimizer.param_groups[0]["lr"] if optimizer else 0.0, 0.0, 0.0]).detach()
@@ -108,13 +120,13 @@ def layer_step(layer: Bijection, x: Tensor, optimizer: torch.optim.Adam | None =
                 update_from_factors(gradient, moments, adam)
             optimizer.step()
         if layer.inverse_tracker is not None:
-            layer.inverse_tracker.track()  # `after_step` without the wait for the device, which a training loop does rarely
+            layer.inverse_tracker.track()  # `after_step` without reading the device, which a training loop does now and then
 
     return run
 
 
 def slope(times: Mapping[int, float]) -> float | None:
-    """Of log t against log D, by least squares over the upper half of the dimensions; None for fewer than two."""
+    """Returns the slope of log t against log D, by least squares over the upper half of the dimensions; None if fewer than 2."""
     known = sorted(times)
     upper = known[-max(2, math.ceil(len(known) / 2)) :]
     if len(upper) < 2:
@@ -125,10 +137,10 @@ def slope(times: Mapping[int, float]) -> float | None:
 
 
 def crossover(fast: Mapping[int, float], slow: Mapping[int, float]) -> float | None:
-    """The dimension from which on the first is the faster of the two, interpolated in logarithms.
+    """Returns the dimension from which on `fast` is faster than `slow`, interpolated in logarithms.
 
-    The smallest that was measured, if it is faster from there on; infinity, if it is slower at the largest; None if they share
-    fewer than two dimensions, which would say nothing of a trend.
+    This is the smallest measured dimension if `fast` always is, and infinity if `fast` is slower at the largest. None if they
+    share fewer than two dimensions, which show no trend.
     """
     shared = sorted(fast.keys() & slow.keys())
     if len(shared) < 2:
@@ -145,7 +157,7 @@ def crossover(fast: Mapping[int, float], slow: Mapping[int, float]) -> float | N
 
 
 def times_of(points: Sequence[Point], part: str) -> Times:
-    """Median seconds by kind and dimension."""
+    """Returns the median seconds by kind and dimension."""
     found: Times = {kind: {} for kind in dict.fromkeys(point.kind for point in points)}
     for point in points:
         if point.part == part and point.timing:
@@ -159,22 +171,22 @@ def scaling_table(
     *,
     effort: Effort | None = None,
     command: str | None = None,
-    told: Told = str,
-    now: Told = str,
+    on_result: LineCallback = str,
+    on_status: LineCallback = str,
 ) -> tuple[BenchTable, list[Point]]:
-    """The table, and what it is made of. An interruption ends the measuring: the table then holds what was done by then."""
+    """Returns the table and its measurements. Ctrl-C stops the measuring; the table then holds what was finished."""
     before, points = Conditions.now(device), list[Point]()
     with measuring(device) as stop:
-        for point in measure_scaling(dimensions, device, effort=effort, told=told, now=now):
+        for point in measure_scaling(dimensions, device, effort=effort, on_result=on_result, on_status=on_status):
             points.append(point)
     failures = [f"{point.kind}, D = {point.dimensions}, {point.part}: {point.failure}" for point in points if point.failure]
     table = BenchTable(
-        title=f"One fully connected layer as it grows, batch {BATCH}, on {machine_of(device)}",
-        notes=_notes(points, device),
+        title=f"Time of one fully connected layer by dimension, batch {SCALING_BATCH}, on {machine_of(device)}",
+        notes=_scaling_notes(points, device),
         columns=("D", "step", *(f"{kind}, ms" for kind in KINDS), "exact / learned"),
-        rows=[row for part in PARTS for row in rows_of(points, part)] if points else [],
+        rows=[row for part in STEP_PARTS for row in rows_of(points, part)] if points else [],
         source=source_of(device, command, before),
-        details=[_details(point) for point in points],
+        details=[_point_details(point) for point in points],
         failures=failures,
         stopped=stop.after(len({point.dimensions for point in points}), len(dimensions), "dimensions"),
     )
@@ -182,7 +194,7 @@ def scaling_table(
 
 
 def rows_of(points: Sequence[Point], part: str) -> list[list[Cell]]:
-    """A row for each dimension, then the slopes, and from which D on each is faster than exact, and learned faster than it."""
+    """Returns a row for each dimension, then the slopes, then where each kind becomes faster than exact, slower than learned."""
     times = times_of(points, part)
     learned, exact = times.get("learned", {}), times.get("exact", {})
     rows: list[list[Cell]] = []
@@ -190,10 +202,10 @@ def rows_of(points: Sequence[Point], part: str) -> list[list[Cell]]:
         ratio = exact[size] / learned[size] if size in learned and size in exact else None
         cells = [times.get(kind, {}).get(size) for kind in KINDS]
         rows.append([size, part, *(significant(1e3 * cell) if cell else None for cell in cells), significant(ratio)])
-    rows.append(["slope", part, *(_rounded(slope(times.get(kind, {}))) for kind in KINDS), None])
-    faster = [None if kind == "exact" else _from(crossover(times.get(kind, {}), exact), exact) for kind in KINDS]
+    rows.append(["slope", part, *(_slope_cell(slope(times.get(kind, {}))) for kind in KINDS), None])
+    faster = [None if kind == "exact" else _crossover_cell(crossover(times.get(kind, {}), exact), exact) for kind in KINDS]
     rows.append(["faster than exact", part, *faster, None])
-    behind = [None if kind == "learned" else _from(crossover(learned, times.get(kind, {})), learned) for kind in KINDS]
+    behind = [None if kind == "learned" else _crossover_cell(crossover(learned, times.get(kind, {})), learned) for kind in KINDS]
     rows.append(["slower than learned", part, *behind, None])
     return rows
 
@@ -201,9 +213,9 @@ def rows_of(points: Sequence[Point], part: str) -> list[list[Cell]]:
 def _at_size(size: int, device: torch.device, kinds: Sequence[str], eager: set[str], effort: Effort) -> list[Point]:
     works: dict[str, Work] = {}
     points: dict[str, Point] = {}
-    x = torch.randn(BATCH, size, device=device, dtype=torch.float32)
+    x = torch.randn(SCALING_BATCH, size, device=device, dtype=torch.float32)
     for kind in kinds:
-        for part in PARTS:
+        for part in STEP_PARTS:
             name = f"{kind}, {part}"
             points[name] = Point(kind, part, size, None)
             try:
@@ -224,23 +236,25 @@ def _at_size(size: int, device: torch.device, kinds: Sequence[str], eager: set[s
 
 
 def _prepared(kind: str, part: str, size: int, x: Tensor, device: torch.device) -> Callable[[], None]:
-    with torch.device(device):  # a tracker's first inverse is quick to compute there, too
+    with torch.device(device):  # so that a tracker's first inverse is computed there, too
         layer: nn.Module = LINEAR[kind](size)
     layer = layer.to(device, torch.float32)
     assert isinstance(layer, Bijection)
     optimizer = None
-    if part == PARTS[1]:
+    if part == STEP_PARTS[1]:
         capturable = device.type == "cuda"
-        optimizer = torch.optim.Adam(layer.parameters(), lr=RATE, betas=BETAS, eps=EPS, fused=True, capturable=capturable)
+        optimizer = torch.optim.Adam(
+            layer.parameters(), lr=SCALING_LEARNING_RATE, betas=BETAS, eps=EPS, fused=True, capturable=capturable
+        )
     return layer_step(layer, x, optimizer)
 
 
 def _repeats(size: int) -> int:
-    """Steps in a graph: many while they are short."""
+    """Returns the number of steps in a graph: more if they are short."""
     return max(1, min(20, 20 * 1024 // size))
 
 
-def _from(size: float | None, measured: Mapping[int, float]) -> Cell:
+def _crossover_cell(size: float | None, measured: Mapping[int, float]) -> Cell:
     if size is None:
         return None
     if math.isinf(size):
@@ -248,37 +262,37 @@ def _from(size: float | None, measured: Mapping[int, float]) -> Cell:
     return f"from {size:.0f}" if size > min(measured) else f"from ≤{min(measured)}"
 
 
-def _rounded(value: float | None) -> float | None:
+def _slope_cell(value: float | None) -> float | None:
     return None if value is None else round(value, 2) + 0.0  # −0 is 0
 
 
-def _details(point: Point) -> dict[str, Any]:
+def _point_details(point: Point) -> dict[str, Any]:
     return {
         "kind": point.kind,
         "part": point.part,
         "dimensions": point.dimensions,
         "how": point.how,
-        **in_full("step", point.timing),
+        **timing_details("step", point.timing),
         "failure": point.failure,
     }
 
 
-def _notes(points: Sequence[Point], device: torch.device) -> list[Note]:
+def _scaling_notes(points: Sequence[Point], device: torch.device) -> list[Note]:
     eager = sorted({point.kind for point in points if point.how == "eager" and point.timing})
     how = fused = ""
     if device.type == "cuda":
-        fused = ", in whose kernel a weight's gradient is multiplied where it comes as factors"
-        how = " In CUDA graphs of up to 20 steps" + (f", but for {', '.join(eager)}, which cannot be captured." if eager else ".")
+        fused = ", whose kernel multiplies out gradients that are left as factors"
+        how = " In CUDA graphs of up to 20 steps" + (f", except {', '.join(eager)}, which cannot be captured." if eager else ".")
     return [
         Note(
-            f"Gradient: `surrogate` and its backward pass at batch {BATCH}, and tracking where there is any; with Adam: all that "
-            f"and its step{fused}. "
+            f"Gradient: `surrogate` and its backward pass at batch {SCALING_BATCH}, and tracking, if any; with Adam: the "
+            f"same and the optimiser step{fused}. "
             f"Milliseconds, medians over {blocks_of(point.timing for point in points)} after a warm-up; at each D all kinds took "
             "turns." + how
         ),
         Note("Learned: the self-normalizing layer; Newton–Schulz and sketch: tracked inverses; exact: by slogdet."),
         Note(
             "Slope: of log time against log D, by least squares over the upper half of the dimensions. Faster than exact, slower "
-            "than learned: the D from which on that holds, interpolated in logarithms."
+            "than learned: the D from which on this holds, interpolated in logarithms."
         ),
     ]

@@ -1,10 +1,10 @@
-"""How much memory a training step takes, against what it cannot do without.
+"""Measures the peak memory of a training step, and compares it with the memory that the step needs.
 
     selfnorm bench steps --memory
 
-The peak is that of building the model and taking steps, data set and libraries' workspaces aside. On CUDA it is what torch had
-allocated at most. On a CPU the process's own peak tells, so each model gets a process of its own, in which a small model has
-trained first, so that what torch loads by then is not counted:
+The peak covers building the model and taking steps, without the data set and the workspaces of libraries. On CUDA it is torch's
+peak of allocated memory. On a CPU it is the peak of the process, so each model runs in a separate process; there a small model
+trains first, so that what torch loads on first use is not counted:
 
     python -m selfnorm.bench.step_memory NAME PRECISION
 """
@@ -23,7 +23,7 @@ import torch
 from selfnorm.bench.conditions import Conditions
 from selfnorm.bench.floor import parameter_bytes, saved_bytes
 from selfnorm.bench.models import MODELS, Model
-from selfnorm.bench.table import BenchTable, Cell, Note, Told, machine_of, measuring, significant, source_of
+from selfnorm.bench.table import BenchTable, Cell, LineCallback, Note, machine_of, measuring, significant, source_of
 from selfnorm.bench.timing import reason_for
 from selfnorm.bench.training import examples_of, training_step
 from selfnorm.runtime.memory import PeakMemory
@@ -31,9 +31,9 @@ from selfnorm.runtime.precision import Precision, networks_in_bf16, precision, p
 from selfnorm.runtime.threads import cpu_threads
 
 MIB = 2**20
-LEAST = 4 * MIB  # that a step needs: of less, its peak says little
-CALLS = 3  # of a step's work; the second or third captures its longest graph
-COLUMNS = (
+LEAST_BYTES_FOR_RATIO = 4 * MIB  # for a step that needs less, the peak is dominated by other things
+MEASURED_CALLS = 3  # of the step; the second or third captures its longest graph
+MEMORY_COLUMNS = (
     "model",
     "weights, MiB",
     "gradients",
@@ -47,7 +47,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a training step. peak: None where it cannot be known."""
+    """The bytes of a training step. peak: None if it cannot be measured."""
 
     weights: int
     activations: int
@@ -55,17 +55,17 @@ class Memory:
 
     @property
     def needed(self) -> int:
-        """Weights, gradients as large, Adam's two moments, and what is kept for the backward pass."""
+        """Bytes of weights, gradients, Adam's two moments, and what is kept for the backward pass."""
         return 4 * self.weights + self.activations
 
     @property
     def ratio(self) -> float | None:
-        """Of the peak to what is needed; None where that is too little for the peak to tell."""
-        return None if self.peak is None or self.needed < LEAST else self.peak / self.needed
+        """The peak over the bytes needed; None if either is unknown or too little is needed to compare."""
+        return None if self.peak is None or self.needed < LEAST_BYTES_FOR_RATIO else self.peak / self.needed
 
 
 def memory_of(model: Model, device: torch.device) -> Memory:
-    """Of a model's training step. Builds the model anew, and frees it again."""
+    """Returns the memory of a model's training step. Builds the model, and frees it again."""
     if device.type == "cuda":
         return _on_cuda(model, device)
     if device.type != "cpu":
@@ -78,50 +78,57 @@ def memory_of(model: Model, device: torch.device) -> Memory:
 
 
 def memory_table(
-    models: Sequence[Model], device: torch.device, *, command: str | None = None, told: Told = str, now: Told = str
+    models: Sequence[Model],
+    device: torch.device,
+    *,
+    command: str | None = None,
+    on_result: LineCallback = str,
+    on_status: LineCallback = str,
 ) -> BenchTable:
-    """A row for each model, bare ones aside: they hold what their flow holds. An interruption ends the measuring: the table then
-    holds what was done by then."""
+    """Returns a table with a row for each model, except bare ones, which need the same memory as their flow.
+
+    Ctrl-C stops the measuring; the table then holds what was finished.
+    """
     rows: list[list[Cell]] = []
     details, failures, before = [], [], Conditions.now(device)
     whole = [model for model in models if not model.bare]
     used = {model.recipe.optimiser.threads or torch.get_num_threads() for model in whole}
     with measuring(device) as stop:
         for model in whole:
-            now(f"{model.name}: its peak memory")
+            on_status(f"{model.name}: measuring its peak memory")
             try:
                 found = memory_of(model, device)
             except Exception as error:
                 failures.append(f"{model.name}: {reason_for(error)}")
-                rows.append([f"{model.name} (failed)", *[None] * (len(COLUMNS) - 1)])
-                told(failures[-1])
+                rows.append([f"{model.name} (failed)", *[None] * (len(MEMORY_COLUMNS) - 1)])
+                on_result(failures[-1])
                 continue
             parts = (found.weights, found.weights, 2 * found.weights, found.activations, found.needed, found.peak)
             cells = (None if part is None else significant(part / MIB, 4) for part in parts)
             rows.append([model.name, *cells, significant(found.ratio)])
             held = {f"{name}_bytes": value for name, value in asdict(found).items()}
             details.append({"model": model.name, **held, "ratio": found.ratio})
-            peak = "no peak known" if found.peak is None else f"{found.peak / MIB:.4g} MiB"
-            told(f"{model.name}: {peak}" + ("" if found.ratio is None else f", {found.ratio:.2f} times what it needs"))
+            peak = "peak unknown" if found.peak is None else f"{found.peak / MIB:.4g} MiB"
+            on_result(f"{model.name}: {peak}" + ("" if found.ratio is None else f", {found.ratio:.2f} times what it needs"))
     return BenchTable(
         title=f"Memory of a training step, on {machine_of(device, used)}",
         notes=[
             Note(
-                "In MiB. Sum: weights, gradients, Adam's two moments, and activations, which are all tensors that a step keeps "
-                "from its forward for its backward pass."
+                "In MiB. Sum: weights, gradients, Adam's two moments, and activations, which are all tensors that the forward "
+                "pass keeps for the backward pass."
             ),
             Note(
-                "Peak: the most that was held while the model was built and took steps, data set aside, "
+                "Peak: the most memory in use while the model was built and took steps, without the data set, "
                 + (
                     "as torch's allocator counts it, without the workspaces of cuBLAS."
                     if device.type == "cuda"
-                    else "above what the process held after training a small model."
+                    else "beyond what the process used after training a small model."
                 ),
                 ("peak",),
             ),
-            Note(f"No ratio where the sum is below {LEAST // MIB} MiB."),
+            Note(f"No ratio where the sum is below {LEAST_BYTES_FOR_RATIO // MIB} MiB."),
         ],
-        columns=COLUMNS,
+        columns=MEMORY_COLUMNS,
         rows=rows,
         source=source_of(device, command, before, used),
         details=details,
@@ -131,7 +138,7 @@ def memory_table(
 
 
 def _needs(model: Model, device: torch.device) -> tuple[int, int]:
-    """Weights and activations."""
+    """Returns the bytes of weights and activations."""
     step = training_step(model, device)
     return parameter_bytes(step.loss), saved_bytes(step.eager, step.loss)
 
@@ -142,11 +149,11 @@ def _on_cuda(model: Model, device: torch.device) -> Memory:
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     step = training_step(model, device)
-    for _ in range(CALLS):
+    for _ in range(MEASURED_CALLS):
         step.work.run()
     torch.cuda.synchronize(device)
     peak, data = torch.cuda.max_memory_allocated(device), step.data_bytes
-    # Workspaces are torch's to allocate, too: count them by letting them go, now that no graph that uses them runs again.
+    # torch allocates the workspaces of cuBLAS, too. Free them to see their size, now that no graph will use them again.
     held = torch.cuda.memory_allocated(device)
     torch._C._cuda_clearCublasWorkspaces()
     workspaces = held - torch.cuda.memory_allocated(device)
@@ -162,7 +169,7 @@ def _release() -> None:
 
 
 def _precision() -> Precision:
-    """The one in use."""
+    """Returns the precision in use."""
     if networks_in_bf16():
         return "bf16"
     return "tf32" if products_in_tf32() else "float32"
@@ -171,13 +178,13 @@ def _precision() -> Precision:
 def _in_this_process(model: Model) -> Memory:
     device = torch.device("cpu")
     small = training_step(MODELS["digits-fc-snf"], device)
-    for _ in range(CALLS):
+    for _ in range(MEASURED_CALLS):
         small.work.run()
     del small
-    examples_of(model)  # beforehand, so that it is not counted
+    examples_of(model)  # created first, so that it is not counted
     peak = PeakMemory(device)
     step = training_step(model, device)
-    for _ in range(CALLS):
+    for _ in range(MEASURED_CALLS):
         step.work.run()
     found = peak.mebibytes()
     needs = parameter_bytes(step.loss), saved_bytes(step.eager, step.loss)

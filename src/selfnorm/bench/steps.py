@@ -1,5 +1,4 @@
-"""The paper's runtime table: what a training step and a sample of each model take, in time and memory, and how near a step is to
-the least it could take."""
+"""Measures training steps and samples of each model: time, memory, and how close a step comes to its floor."""
 
 from __future__ import annotations
 
@@ -7,60 +6,32 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from selfnorm.bench.conditions import Conditions
-from selfnorm.bench.floor import Ceilings, Counts, bare_step, count, measure_ceilings
+from selfnorm.bench.floor import Ceilings, Counts, bare_step, count_step, measure_ceilings
 from selfnorm.bench.graph import captured
-from selfnorm.bench.models import PAPER_MS, Model, families
-from selfnorm.bench.step_memory import MIB, memory_of
-from selfnorm.bench.table import (
-    BenchTable,
-    Cell,
-    Note,
-    Told,
-    blocks_of,
-    in_full,
-    machine_of,
-    measuring,
-    milli,
-    significant,
-    source_of,
-)
-from selfnorm.bench.timing import Effort, Failure, Timing, Work, measure, reason_for, synchronize
+from selfnorm.bench.models import Model, families
+from selfnorm.bench.step_memory import memory_of
+from selfnorm.bench.table import LineCallback
+from selfnorm.bench.timing import Effort, Failure, Timing, Work, measure, reason_for
 from selfnorm.bench.training import FAILED_STEP, TrainingStep, training_step
 from selfnorm.evaluate.sampler import Sampler
 from selfnorm.flow import Flow
+from selfnorm.runtime.device import synchronize
 from selfnorm.runtime.precision import networks_in_bf16
 from selfnorm.runtime.threads import cpu_threads
 
-BULK = 1000  # samples at once
-BARE_STEPS = 20  # in a graph
-COLUMNS = (
-    "model",
-    "ms a step",
-    "10 %",
-    "90 %",
-    "exact / this",
-    "threads",
-    "floor, ms",
-    "floor / step, %",
-    "ms a sample",
-    "in a graph",
-    "samples/s",
-    "peak MiB",
-    "paper's ms",
-)
+BULK = 1000  # samples drawn in one call
+BARE_STEPS = 20  # in one graph
 
 
 @dataclass
 class Measured:
-    """What was measured of a model. Times in seconds of one step, one sample by itself, and a sample among many.
+    """The measurements of one model: seconds per step, per single sample, and per sample of a large batch.
 
-    threads:   of the CPU, where the model ran on it.
-    ceilings:  what the machine does at best with as many.
+    threads:   the number of CPU threads, if the model ran on the CPU.
+    ceilings:  the highest rates of the machine with that number of threads.
     """
 
     model: Model
@@ -73,13 +44,13 @@ class Measured:
     counts: Counts | None = None
     peak: int | None = None  # bytes
     parameters: int | None = None
-    steps_a_call: int | None = None  # how many a graph has, or a block of batches
+    steps_a_call: int | None = None  # the number of steps in one call of the work
     failure: str = ""
-    whole: bool = False  # whether nothing of it was left out
+    complete: bool = False  # whether all of its measurements were finished
 
     @property
     def floor(self) -> float | None:
-        """Seconds."""
+        """The floor in seconds, if known."""
         return self.counts.floor(self.ceilings) if self.counts and self.ceilings else None
 
 
@@ -89,78 +60,50 @@ def measure_steps(
     *,
     effort: Effort | None = None,
     memory: bool = True,
-    told: Told = str,
-    now: Told = str,
+    on_result: LineCallback = str,
+    on_status: LineCallback = str,
 ) -> Iterator[Measured]:
-    """Each model's times, family by family: those of one family take turns. A model that fails costs the others nothing. The
-    machine's ceilings are measured once for each number of CPU threads that a family runs with, and once more for coupling
-    networks in bfloat16.
+    """Yields the measurements of each model, family by family; models of one family take turns.
 
-    memory:  whether to take peaks, too; on a CPU that is a process for each model.
-    told:    is called with a line for each model.
-    now:     is called with a line for what is being measured.
+    A model that fails does not affect the others. The highest rates of the machine are measured once for each number of CPU
+    threads that a family uses, and once more for coupling networks in bfloat16.
+
+    memory:     whether to measure peak memory, too; on a CPU this starts a process for each model.
+    on_result:  called with one line for each measured model.
+    on_status:  called with one line about what is being measured.
     """
     effort = effort or Effort()
     ceilings: dict[tuple[int | None, bool], Ceilings] = {}
     for family in families(models):
         with cpu_threads(family[0].recipe.optimiser.threads):
             number = torch.get_num_threads() if device.type == "cpu" else None
-            at = number, networks_in_bf16() and family[0].couples
+            at = number, networks_in_bf16() and family[0].has_coupling_networks
             if at not in ceilings:
-                now(f"how fast a product and a copy are{with_threads(number)}")
+                on_status(f"measuring the speed of a product and a copy{with_threads(number)}")
                 ceilings[at] = measure_ceilings(device, min(2.0, effort.seconds), in_bf16=at[1])
-                now(f"{ceilings[at]}{with_threads(number)}")
+                on_status(f"{ceilings[at]}{with_threads(number)}")
             found = [Measured(model, number, ceilings[at]) for model in family]
             try:
                 for each in found if memory else []:
-                    now(f"{each.model.name}: its peak memory")
-                    _attempt(each, lambda each: _take_peak(each, device))
-                _measure_family(found, device, effort, now)
+                    on_status(f"{each.model.name}: measuring its peak memory")
+                    _attempt_on(each, lambda each: _take_peak(each, device))
+                _measure_family(found, device, effort, on_status)
             except KeyboardInterrupt:
                 yield from (each for each in found if each.step or each.failure)
                 raise
         for each in found:
-            each.whole = True
-            told(_line(each))
+            each.complete = True
+            on_result(_summary_line(each))
         yield from found
 
 
-def steps_table(
-    models: Sequence[Model],
-    device: torch.device,
-    *,
-    effort: Effort | None = None,
-    memory: bool = True,
-    command: str | None = None,
-    told: Told = str,
-    now: Told = str,
-) -> tuple[BenchTable, list[Measured]]:
-    """The table, and what it is made of. An interruption ends the measuring: the table then holds what was done by then."""
-    before, measured = Conditions.now(device), list[Measured]()
-    with measuring(device) as stop:
-        for each in measure_steps(models, device, effort=effort, memory=memory, told=told, now=now):
-            measured.append(each)
-    exact = {each.model.family: each.step for each in measured if each.model.recipe.architecture.kind == "exact"}
-    used = {each.threads for each in measured if each.threads}
-    table = BenchTable(
-        title=f"Training steps and samples, on {machine_of(device, used)}",
-        notes=_notes(device, measured, memory),
-        columns=COLUMNS,
-        rows=[_row(each, exact.get(each.model.family)) for each in measured],
-        source=source_of(device, command, before, used),
-        details=[_details(each) for each in measured],
-        failures=[f"{each.model.name}: {each.failure}" for each in measured if each.failure],
-        stopped=stop.after(sum(each.whole for each in measured), len(models), "models"),
-    )
-    return table, measured
-
-
 def with_threads(number: int | None) -> str:
+    """Returns text such as " with 2 threads", or nothing for None."""
     return "" if number is None else f" with {number} thread{'s' * (number > 1)}"
 
 
 def one_sample(flow: Flow, device: torch.device) -> Callable[[], None]:
-    """Draw a sample by the flow's fastest inverse, and wait for it."""
+    """Returns a function that draws one sample with the flow's fastest inverse, and waits for it."""
 
     def run() -> None:
         flow.sample(1)
@@ -169,13 +112,13 @@ def one_sample(flow: Flow, device: torch.device) -> Callable[[], None]:
     return run
 
 
-def _measure_family(found: list[Measured], device: torch.device, effort: Effort, now: Told) -> None:
+def _measure_family(found: list[Measured], device: torch.device, effort: Effort, on_status: LineCallback) -> None:
     steps: dict[str, TrainingStep] = {}
     works: dict[str, Work] = {}
     for each in found:
-        now(f"{each.model.name}: building it, counting its operations")
-        _attempt(each, lambda each: _build(each, device, steps, works))
-    now(f"steps of {_in_turn(works)}")
+        on_status(f"{each.model.name}: building it and counting its operations")
+        _attempt_on(each, lambda each: _build(each, device, steps, works))
+    on_status(f"steps of {_in_turn(works)}")
     for name, timing in measure(works, device, effort).items():
         each = next(each for each in found if each.model.name == name)
         if isinstance(timing, Failure):
@@ -186,8 +129,8 @@ def _measure_family(found: list[Measured], device: torch.device, effort: Effort,
             each.step = timing
     flows = {each.model.name: steps[each.model.name].loss.flow for each in found if each.step and each.model.name in steps}
     works.clear()
-    steps.clear()  # optimiser and graphs may go; the flows stay
-    _measure_samples([each for each in found if each.model.name in flows], flows, device, effort, now)
+    steps.clear()  # frees optimisers and graphs; the flows are still needed
+    _measure_samples([each for each in found if each.model.name in flows], flows, device, effort, on_status)
     flows.clear()
     gc.collect()
     if device.type != "cpu":
@@ -201,15 +144,17 @@ def _build(each: Measured, device: torch.device, steps: dict[str, TrainingStep],
         works[model.name] = captured(run, device, BARE_STEPS) or Work(run)
         return
     step = training_step(model, device)
-    each.counts = count(step.eager, step.loss)
+    each.counts = count_step(step.eager, step.loss)
     each.parameters = sum(parameter.numel() for parameter in step.loss.parameters())
     each.steps_a_call = step.work.units
     steps[model.name], works[model.name] = step, step.work
 
 
-def _measure_samples(found: list[Measured], flows: dict[str, Flow], device: torch.device, effort: Effort, now: Told) -> None:
+def _measure_samples(
+    found: list[Measured], flows: dict[str, Flow], device: torch.device, effort: Effort, on_status: LineCallback
+) -> None:
     effort = Effort.of(effort.seconds / 2)
-    now(f"samples of {_in_turn(flows)}")
+    on_status(f"samples of {_in_turn(flows)}")
     for each in found:
         flows[each.model.name].eval()
     singles = {each.model.name: Work(one_sample(flows[each.model.name], device)) for each in found}
@@ -237,9 +182,9 @@ def _bulk(flow: Flow) -> Callable[[], object]:
 
 
 def _sample_graph(flow: Flow, device: torch.device) -> Work | None:
-    """A sample by a graph, and the wait for it; None where that cannot be."""
+    """Returns work that draws a sample with a captured graph and waits for it; None if the sampler cannot be captured."""
     sampler = Sampler(flow)
-    with suppress(ValueError):  # what is wrong with a sample is told of the plain one
+    with suppress(ValueError):  # the same error is reported for the eager sample
         for _ in range(2 if device.type == "cuda" else 0):
             sampler()
     return Work(sampler) if sampler.captured else None
@@ -250,7 +195,7 @@ def _take_peak(each: Measured, device: torch.device) -> None:
         each.peak = memory_of(each.model, device).peak
 
 
-def _attempt(each: Measured, action: Callable[[Measured], None]) -> None:
+def _attempt_on(each: Measured, action: Callable[[Measured], None]) -> None:
     if each.failure:
         return
     try:
@@ -259,99 +204,10 @@ def _attempt(each: Measured, action: Callable[[Measured], None]) -> None:
         each.failure = reason_for(error)
 
 
-def _row(each: Measured, exact: Timing | None) -> list[Cell]:
-    floor = each.floor
-    name = each.model.name + ("" if each.step else " (failed)")
-    return [
-        name,
-        *milli(each.step),
-        significant(exact.median / each.step.median) if exact and each.step else None,
-        each.threads if each.step else None,
-        significant(1e3 * floor) if floor else None,
-        significant(100 * floor / each.step.median, 2) if floor and each.step else None,
-        milli(each.sample)[0],
-        milli(each.sample_in_graph)[0],
-        significant(1 / each.bulk.median) if each.bulk else None,
-        significant(each.peak / MIB) if each.peak is not None else None,
-        PAPER_MS.get(each.model.name) if not each.model.bare else None,
-    ]
-
-
-def _details(each: Measured) -> dict[str, Any]:
-    floor = each.floor
-    return {
-        "model": each.model.name,
-        "batch_size": each.model.recipe.optimiser.batch_size,
-        "parameters": each.parameters,
-        "threads": each.threads,
-        "steps_a_call": each.steps_a_call,
-        **in_full("step", each.step),
-        **in_full("sample", each.sample),
-        **in_full("sample_in_graph", each.sample_in_graph),
-        **in_full("bulk_sample", each.bulk),
-        "floor_ms": 1e3 * floor if floor else None,
-        "product_flops": each.ceilings and each.ceilings.product,
-        "copy_bytes_a_second": each.ceilings and each.ceilings.copy,
-        "operations": each.counts and each.counts.operations,
-        "moved_bytes": each.counts and each.counts.moved,
-        "activation_bytes": each.counts and each.counts.activations,
-        "peak_bytes": each.peak,
-        "failure": each.failure,
-    }
-
-
-def _line(each: Measured) -> str:
+def _summary_line(each: Measured) -> str:
     if each.step is None:
         return f"{each.model.name}: {each.failure}"
     floor = each.floor
-    share = f", {100 * floor / each.step.median:.2g} % of it the floor" if floor else ""
+    share = f", floor {100 * floor / each.step.median:.2g} % of it" if floor else ""
     sample = f", {1e3 * each.sample.median:.3g} ms a sample" if each.sample else ""
     return f"{each.model.name}: {1e3 * each.step.median:.3g} ms a step{share}{sample}"
-
-
-_BARE = (
-    "Bare: the matrix products that the self-normalizing step cannot do without, and Adam, each as libraries have it; on a GPU "
-    "the step's own kernels, which do several things at once, can be faster than that."
-)
-
-
-def _notes(device: torch.device, measured: Sequence[Measured], memory: bool) -> list[Note]:
-    cuda = device.type == "cuda"
-    ceilings = dict.fromkeys((each.ceilings, each.threads) for each in measured)
-    rates = "; ".join(f"{found}{with_threads(number)}" for found, number in ceilings)
-    step, floor = COLUMNS[1:4], COLUMNS[6:8]
-    bare = any(each.model.bare for each in measured)
-    return [
-        Note(
-            "A step is the whole of it, batch, forward, backward, Adam and tracking, at the recipe's batch size, on made-up data "
-            "of the data set's shape" + (", in CUDA graphs as in training." if cuda else "."),
-            step,
-        ),
-        Note(
-            f"Times are medians over {blocks_of(each.step for each in measured)} after a warm-up, with the 10 % and 90 % "
-            "quantiles of the blocks; models of a family took turns.",
-            step,
-        ),
-        Note("Exact / this: how many times as long the exact twin's step takes.", ("exact / this",)),
-        Note("Threads: of the CPU, as many as the recipe trains with.", ("threads",)),
-        Note(
-            "Floor: the larger of operations over the product rate and bytes over the copy rate, measured in this run"
-            + (f": {rates}. " if rates else ". ")
-            + "Operations are those of products, convolutions and factorisations; bytes are 7 passes over the parameters "
-            "(weight and two moments read and written, gradient once), 2 over tracked inverses, and 2 over what is kept for the "
-            "backward pass.",
-            floor,
-        ),
-        *([Note(_BARE)] if bare else []),
-        Note("A sample is drawn by the fastest inverse, one at a time and waited for.", ("ms a sample",)),
-        Note("In a graph: where none of it waits for the device.", ("in a graph",)),
-        Note(f"Samples/s: {BULK} at once.", ("samples/s",)),
-        Note("Paper's ms: a step of Keller et al. (2021), on a 1080 Ti, CIFAR-10 on a Titan X.", ("paper's ms",)),
-        Note(
-            "Peak memory: of building and stepping, data set aside, "
-            + ("as torch's allocator counts it, without cuBLAS's workspaces." if cuda else "in a process of its own."),
-            ("peak MiB",),
-        )
-        if memory
-        else Note("Peak memory was not measured."),
-    ]

@@ -1,4 +1,4 @@
-"""A table of measurements: for the screen, and as a file in the shape that `selfnorm.report.results` reads."""
+"""Tables of measurements, to print or to write as files for `selfnorm.report.results`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from selfnorm.runtime.files import json_text, write_text
 from selfnorm.runtime.precision import networks_in_bf16, products_in_tf32
 
 Cell = str | int | float | None
-Told = Callable[[str], object]  # is called with a line: about what was just measured, or what is being measured now
+LineCallback = Callable[[str], object]  # called with one line about what was just measured, or is being measured
 
 
 class Note(NamedTuple):
-    """A sentence or two about a table. columns: those that it explains; for none, all of them."""
+    """A sentence or two about a table. columns: those that it explains; empty if it is about the whole table."""
 
     text: str
     columns: tuple[str, ...] = ()
@@ -31,11 +31,11 @@ class Note(NamedTuple):
 
 @dataclass(frozen=True)
 class BenchTable:
-    """Measurements.
+    """A table of measurements.
 
     details:   all figures by name, with units, for programs.
-    failures:  why figures are missing, a line each.
-    stopped:   where it was stopped before its end, if it was.
+    failures:  the reasons for missing figures, one line each.
+    stopped:   where the measuring was interrupted; empty if it was not.
     """
 
     title: str
@@ -49,14 +49,16 @@ class BenchTable:
 
     @property
     def about(self) -> str:
+        """All notes as one text."""
         return " ".join(note.text for note in self.notes)
 
     @property
     def heading(self) -> str:
-        """The title, which says so if this is a part of a table."""
+        """The title, marked as partial if the measuring was interrupted."""
         return self.title + (f" (partial: {self.stopped})" if self.stopped else "")
 
     def report(self) -> dict[str, Any]:
+        """Returns the table as `selfnorm.report.results` reads it, with all details."""
         return {
             "title": self.heading,
             "about": self.about,
@@ -67,25 +69,26 @@ class BenchTable:
         }
 
     def write(self, path: Path) -> None:
+        """Writes `report` as JSON, creating the folder if necessary."""
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json_text(self.report(), indent=1) + "\n")
 
 
 @dataclass
 class Measuring:
-    """stopped: whether it was interrupted."""
+    """The state of a `measuring` block. stopped: whether it was interrupted."""
 
     stopped: bool = False
 
     def after(self, done: int, total: int, what: str) -> str:
-        """Where it was stopped; nothing if it was not."""
+        """Returns where the measuring was interrupted; an empty text if it was not."""
         return f"stopped after {done} of {total} {what}" if self.stopped else ""
 
 
 @contextmanager
 def measuring(device: torch.device) -> Iterator[Measuring]:
-    """In this block random draws change no one else's, and an interruption (^C) ends the block alone, so that what has been
-    measured by then can be shown."""
+    """Keeps the global random state unchanged by the block, and lets Ctrl-C end only the block, so that you can show what was
+    measured until then."""
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
     found = Measuring()
     with torch.random.fork_rng([index] if device.type == "cuda" else []):
@@ -96,7 +99,7 @@ def measuring(device: torch.device) -> Iterator[Measuring]:
 
 
 def machine_of(device: torch.device, threads: Iterable[int] = ()) -> str:
-    """A GPU's name; of a CPU how many threads are used, by default as many as torch is set to."""
+    """Returns the name of a GPU, or the type of the CPU and its number of threads, by default those that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     used = sorted({*threads} or {torch.get_num_threads()})
@@ -106,7 +109,7 @@ def machine_of(device: torch.device, threads: Iterable[int] = ()) -> str:
 def source_of(
     device: torch.device, command: str | None, before: Conditions, threads: Iterable[int] = ()
 ) -> dict[str, str | None]:
-    """Provenance, with the precision of products, and under what conditions it was measured since then."""
+    """Returns the provenance, with the precision of products and the conditions since `before`."""
     source = provenance(device, command) | {"machine": machine_of(device, threads)}
     if networks_in_bf16():
         source["precision"] = "bf16"
@@ -116,7 +119,7 @@ def source_of(
 
 
 def blocks_of(timings: Iterable[Timing | None]) -> str:
-    """Over how many blocks medians are, for a note."""
+    """Returns the number of blocks, such as "3 to 20 blocks", for a note about medians."""
     numbers = {timing.blocks for timing in timings if timing}
     if not numbers:
         return "no blocks"
@@ -124,22 +127,22 @@ def blocks_of(timings: Iterable[Timing | None]) -> str:
 
 
 def significant(value: float | None, digits: int = 3) -> float | None:
-    """Rounded to so many digits, whole where those stand before the point; None for what is no number."""
+    """Returns the value rounded to this many significant digits, or to an integer if it is larger; None if it is not finite."""
     if value is None or not math.isfinite(value):
         return None
     rounded = float(f"{value:.{digits}g}")
     return round(value) if abs(value) >= 10 ** (digits - 1) else rounded
 
 
-def milli(timing: Timing | None) -> tuple[float | None, float | None, float | None]:
-    """Median, low and high in milliseconds, rounded for a table."""
+def milliseconds(timing: Timing | None) -> tuple[float | None, float | None, float | None]:
+    """Returns median, low and high in milliseconds, rounded for a table."""
     if timing is None:
         return None, None, None
     return significant(1e3 * timing.median), significant(1e3 * timing.low), significant(1e3 * timing.high)
 
 
-def in_full(name: str, timing: Timing | None) -> dict[str, Any]:
-    """All of a timing, by names that have their units."""
+def timing_details(name: str, timing: Timing | None) -> dict[str, Any]:
+    """Returns all figures of a timing, by names with units."""
     if timing is None:
         return {f"{name}_ms": None}
     return {

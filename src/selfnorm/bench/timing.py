@@ -1,8 +1,7 @@
-"""One timer for everything: warm-up until times settle, then blocks of calls, candidates in turn, medians and their spread.
+"""The timer of all benchmarks: a warm-up until times settle, then blocks of calls; reports the median and its spread.
 
-On CUDA a block lies between two device events, so that what counts is the device's time, gaps between kernels included; elsewhere
-between two looks at the clock, with a wait for the device. Candidates take turns, block by block, so that a slow moment of the
-machine hits all of them.
+On CUDA a block is timed by two events on the device, so gaps between kernels count, too; elsewhere by the host's clock, after
+waiting for the device. Candidates take turns, block by block, so that a slow phase of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -15,17 +14,19 @@ from dataclasses import dataclass, field
 
 import torch
 
-LEAST_BLOCKS = 3  # however slow a candidate is
-FIRST_CALLS = 2  # compile kernels, fill caches, capture graphs: they say nothing of what follows
-PATIENCE = 30.0  # seconds of warm-up after which a candidate counts as warm, whatever it does
+from selfnorm.runtime.device import synchronize
+
+LEAST_BLOCKS = 3  # even if a candidate is slow
+FIRST_CALLS = 2  # they compile kernels, fill caches and capture graphs, so their times are ignored
+LONGEST_WARM_UP = 30.0  # seconds after which a candidate counts as warm, even if its times still vary
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is timed.
+    """Work to be timed.
 
-    run:    does it, some times over.
-    units:  how many times, in one call: a time is that of one of them.
+    run:    does `units` units of work, such as training steps.
+    units:  the number of units in one call; times are per unit.
     """
 
     run: Callable[[], object]
@@ -34,7 +35,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one unit of work: the median over blocks, and the quantiles between which 80 % of the blocks lie."""
+    """Seconds per unit of work: the median over blocks, and the 10 % and 90 % quantiles."""
 
     median: float
     low: float
@@ -44,7 +45,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a candidate has no time."""
+    """The reason why a candidate has no time."""
 
     reason: str
 
@@ -53,9 +54,9 @@ class Failure:
 class Effort:
     """How long to measure.
 
-    seconds:  of blocks, for each candidate, unless `LEAST_BLOCKS` take longer.
-    warm_up:  seconds before that, at most, the first calls aside.
-    block:    seconds that a block lasts, at least.
+    seconds:  total length of the blocks of each candidate, unless `LEAST_BLOCKS` take longer.
+    warm_up:  the longest warm-up in seconds, not counting the first calls.
+    block:    the shortest block in seconds.
     """
 
     seconds: float = 2.0
@@ -65,8 +66,8 @@ class Effort:
 
     @classmethod
     def of(cls, seconds: float) -> Effort:
-        """About so many seconds for each candidate."""
-        # Of several steps, so that a step finds caches as the step before left them, as it does in training.
+        """Returns the effort to measure each candidate for about this many seconds."""
+        # A block has several steps, so that a step finds the caches as the previous one left them, as in training.
         return cls(seconds=seconds, warm_up=seconds / 2, block=max(cls.block, seconds / 20))
 
 
@@ -80,7 +81,7 @@ class _Candidate:
 
 
 def measure(works: Mapping[str, Work], device: torch.device, effort: Effort | None = None) -> dict[str, Timing | Failure]:
-    """The time of each candidate, or why there is none: one that raises costs the others nothing."""
+    """Returns the time of each candidate, or its failure; a candidate that raises does not affect the others."""
     effort = effort or Effort()
     candidates = {name: _Candidate(work) for name, work in works.items()}
     for candidate in candidates.values():
@@ -95,13 +96,13 @@ def measure(works: Mapping[str, Work], device: torch.device, effort: Effort | No
 
 
 def summary(times: Iterable[float]) -> Timing:
-    """Median and 10 % and 90 % quantiles."""
+    """Returns the median and the 10 % and 90 % quantiles."""
     ordered = sorted(times)
     return Timing(statistics.median(ordered), quantile(ordered, 0.1), quantile(ordered, 0.9), len(ordered))
 
 
 def quantile(ordered: list[float], part: float) -> float:
-    """Of sorted values, interpolated."""
+    """Returns a quantile of sorted values, interpolated linearly."""
     at = part * (len(ordered) - 1)
     below = math.floor(at)
     above = min(below + 1, len(ordered) - 1)
@@ -109,7 +110,7 @@ def quantile(ordered: list[float], part: float) -> float:
 
 
 def seconds_of(run: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Of so many calls, one after another, until the device is done with the last."""
+    """Returns the seconds that this many calls take, one after another, until the device has finished the last."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream = torch.cuda.current_stream(device)
@@ -127,14 +128,8 @@ def seconds_of(run: Callable[[], object], calls: int, device: torch.device) -> f
     return time.perf_counter() - began
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for a device that works by itself."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def reason_for(error: BaseException) -> str:
-    """An error as one short line."""
+    """Returns an error as one short line."""
     line = " ".join((str(error) or type(error).__name__).split())
     if isinstance(error, torch.OutOfMemoryError):
         line = "out of memory: " + line.removeprefix("CUDA out of memory. ")
@@ -152,7 +147,7 @@ def _try(candidate: _Candidate, action: Callable[[_Candidate], None]) -> None:
 
 
 def _warm_up(candidate: _Candidate, device: torch.device, effort: Effort) -> None:
-    """Call it until a call takes about as long as the three before it, then say how many calls make a block."""
+    """Calls it until a call takes about as long as the three before it, then sets the number of calls per block."""
     times: list[float] = []
     while not _is_warm(times, effort):
         times.append(seconds_of(candidate.work.run, 1, device))
@@ -161,7 +156,7 @@ def _warm_up(candidate: _Candidate, device: torch.device, effort: Effort) -> Non
 
 def _is_warm(times: list[float], effort: Effort) -> bool:
     later = times[FIRST_CALLS:]
-    if sum(times) >= PATIENCE or sum(later) >= effort.warm_up:
+    if sum(times) >= LONGEST_WARM_UP or sum(later) >= effort.warm_up:
         return True
     usual = statistics.median(later[-4:-1]) if len(later) > 3 else math.inf
     return abs(later[-1] - usual) < 0.1 * usual if len(later) > 3 else False

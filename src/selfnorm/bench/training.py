@@ -1,4 +1,4 @@
-"""A recipe's training step on made-up data, as `selfnorm train` would take it."""
+"""Builds the training step of a recipe, as `selfnorm train` takes it, on random data."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from selfnorm.train.build import build_flow, build_loss
 from selfnorm.train.captured import CapturedStep, can_be_captured
 from selfnorm.train.step import EagerStep, Step
 
-STEPS = 200  # in an epoch; each of them draws its order anew
+STEPS_PER_EPOCH = 200
 FAILED_STEP = "a step had a non-finite loss or gradient, or lost a tracked inverse"
-RATE = 1e-5  # small, so that noise for data leads no model astray, however long it is timed
+STEP_LEARNING_RATE = 1e-5  # so small that no model diverges on random data, however long it is timed
 
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """Steps of training.
+    """The training step of a model.
 
-    work:        takes some of them.
-    eager:       takes one, operation by operation: what a floor is counted on. Only to be used before `work`.
-    failed:      whether a step had a non-finite loss or gradient, or lost a tracked inverse; reads the device.
-    data_bytes:  of examples that lie on the device.
+    work:        takes one or more steps per call.
+    eager:       takes one step without a graph, to count operations for the floor. Use it only before `work`.
+    failed:      returns whether a step had a non-finite loss or gradient, or lost a tracked inverse; reads the device.
+    data_bytes:  of the examples that are stored on the device.
     """
 
     work: Work
@@ -41,19 +41,20 @@ class TrainingStep:
 
 
 def training_step(model: Model, device: torch.device) -> TrainingStep:
-    """The whole step of a model's recipe: batch, loss, backward, clipping, Adam, tracking; as graphs where training does that."""
+    """Returns the whole step of a model's recipe: batch, loss, backward, clipping, Adam, tracking; in graphs as in training."""
     recipe = model.recipe
-    batches = _batches(model, device, STEPS)
-    if odd := STEPS % batches.block:
-        batches = _batches(model, device, STEPS - odd)
+    batches = _batches(model, device, STEPS_PER_EPOCH)
+    if odd := STEPS_PER_EPOCH % batches.block:
+        batches = _batches(model, device, STEPS_PER_EPOCH - odd)
     examples = batches.examples
     loss = build_loss(recipe, build_flow(recipe, model.shape, model.levels)).to(device)
     chosen = recipe.optimiser
     loss.flow.initialize(examples.spread(chosen.init_examples or chosen.batch_size, chosen.seed))
     one = EagerStep(loss, make_adam(loss), batches, chosen.clip)
     captures = can_be_captured(loss, batches)
-    step: Step = CapturedStep(loss, make_adam(loss), batches, chosen.clip) if captures else one  # its Adam counts in its own way
-    # A call of a captured step takes some steps of a block of batches: a whole block is a whole number of such calls.
+    # A captured step needs an optimiser of its own.
+    step: Step = CapturedStep(loss, make_adam(loss), batches, chosen.clip) if captures else one
+    # A call of a captured step takes some steps of a block of batches, and a whole number of calls fills the block.
     return TrainingStep(
         Work(_Stepper(step, batches, batches.block if captures else 1), batches.block if captures else 1),
         _Stepper(one, batches, 1),
@@ -64,10 +65,10 @@ def training_step(model: Model, device: torch.device) -> TrainingStep:
 
 
 def _batches(model: Model, device: torch.device, steps: int) -> TrainingBatches:
-    """So many to an epoch."""
-    optimiser, data = model.recipe.optimiser, model.recipe.data
-    examples = Examples(examples_of(model)[: steps * optimiser.batch_size], model.levels, device)
-    return TrainingBatches(examples, optimiser.batch_size, optimiser.seed, data.flip, data.jitter)
+    """Returns batches with this many steps per epoch."""
+    recipe = model.recipe
+    examples = Examples(examples_of(model)[: steps * recipe.optimiser.batch_size], model.levels, device)
+    return TrainingBatches(examples, recipe.optimiser.batch_size, recipe.optimiser.seed, recipe.data.flip, recipe.data.jitter)
 
 
 class _Stepper:
@@ -81,7 +82,7 @@ class _Stepper:
         left = self.n
         while left > 0:
             several = self.step.steps_per_call(self._index)
-            self.step(self._epoch, self._index, *[RATE] * several)
+            self.step(self._epoch, self._index, *[STEP_LEARNING_RATE] * several)
             left -= several
             self._index += several
             if self._index >= self.batches.steps_per_epoch:
@@ -91,13 +92,13 @@ class _Stepper:
 
 
 def examples_of(model: Model) -> Tensor:
-    """Noise of the shape of a model's examples, on the host."""
-    return _made_up(model.shape, model.levels, STEPS * model.recipe.optimiser.batch_size)
+    """Returns random examples of a model's shape, on the CPU."""
+    return _noise(model.shape, model.levels, STEPS_PER_EPOCH * model.recipe.optimiser.batch_size)
 
 
-@lru_cache(maxsize=1)  # a family's models share it
-def _made_up(shape: tuple[int, ...], levels: int | None, n: int) -> Tensor:
-    """n examples of noise: bytes below `levels`, or numbers."""
+@lru_cache(maxsize=1)  # shared by the models of a family
+def _noise(shape: tuple[int, ...], levels: int | None, n: int) -> Tensor:
+    """Returns n random examples: bytes below `levels`, or normal numbers if it is None."""
     generator = torch.Generator().manual_seed(0)
     if levels is None:
         return torch.randn(n, *shape, generator=generator, dtype=torch.float32)

@@ -15,11 +15,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from selfnorm.bench.models import MODELS, choose, default_models
-from selfnorm.bench.peers import CIFAR, FC, MISSING, MNIST, PEERS, Row, peers_table
-from selfnorm.bench.scaling import KINDS, PARTS, Point, scaling_table, sizes, slope, times_of
+from selfnorm.bench.peers import CIFAR, FC, MISSING, MNIST, PEERS, PeerRow, peers_table
+from selfnorm.bench.scaling import KINDS, STEP_PARTS, Point, scaling_table, sizes, slope, times_of
 from selfnorm.bench.step_memory import memory_table
-from selfnorm.bench.steps import Measured, steps_table
-from selfnorm.bench.table import BenchTable, Cell, Told
+from selfnorm.bench.steps import Measured
+from selfnorm.bench.steps_table import steps_table
+from selfnorm.bench.table import BenchTable, Cell, LineCallback
 from selfnorm.bench.timing import Effort, Timing
 from selfnorm.cli.display import ERR, OUT, table
 from selfnorm.cli.options import Debug, Device, Quiet, Rounding, command, the_device
@@ -89,10 +90,10 @@ def steps(
     files = _files(json, figure, draws=not memory)
     with using_precision(precision.value), _progress("steps", total, quiet) as (told, now):
         if memory:
-            made = memory_table(chosen, where, told=told, now=now)
+            made = memory_table(chosen, where, on_result=told, on_status=now)
         else:
             peaks = not (quick and where.type == "cpu")
-            made, measured = steps_table(chosen, where, effort=effort, memory=peaks, told=told, now=now)
+            made, measured = steps_table(chosen, where, effort=effort, memory=peaks, on_result=told, on_status=now)
     if memory:
         _finish(made, files, quiet)
         return
@@ -125,7 +126,7 @@ def scaling(
     effort = _effort(seconds, quick, usual=1.0)
     files = _files(json, figure)
     with using_precision(precision.value), _progress("scaling", len(dimensions), quiet) as (told, now):
-        made, points = scaling_table(dimensions, where, effort=effort, told=told, now=now)
+        made, points = scaling_table(dimensions, where, effort=effort, on_result=told, on_status=now)
     _finish(made, files, quiet, lambda path: _draw_growth(path, made.heading, points), _by_part(made))
 
 
@@ -160,7 +161,7 @@ def peers(
     files = _files(json, figure)
     total = sum(2 + sum(peer.shape == shape for peer in PEERS) for shape in shapes)
     with using_precision(precision.value), _progress("peers", total, quiet) as (told, now):
-        made, rows = peers_table(shapes, where, effort=effort, told=told, now=now)
+        made, rows = peers_table(shapes, where, effort=effort, on_result=told, on_status=now)
     absent = list(dict.fromkeys(row.library for row in rows if row.note == MISSING))
     more = [f"not installed: {', '.join(absent)}; to have them measured: pip install {' '.join(absent)}"] if absent else []
     without_notes = Screen(made.heading, made.columns[:-1], [row[:-1] for row in made.rows])  # failures are told of below
@@ -318,7 +319,7 @@ def _by_part(made: BenchTable) -> list[Screen]:
     columns = ["D", *KINDS, made.columns[-1]]
     return [
         Screen(f"{made.heading}: ms, {part}", columns, [[row[0], *row[2:]] for row in made.rows if row[1] == part])
-        for part in PARTS
+        for part in STEP_PARTS
     ]
 
 
@@ -334,7 +335,7 @@ def _step_bars(measured: Sequence[Measured], floors: dict[str, float | None]) ->
     ]
 
 
-def _peer_bars(rows: Sequence[Row]) -> list[Bar]:
+def _peer_bars(rows: Sequence[PeerRow]) -> list[Bar]:
     return [
         _bar(f"{row.name}, {'×'.join(map(str, row.shape))}", row.step, "ours" if row.library == "selfnorm" else "theirs")
         for row in rows
@@ -347,7 +348,7 @@ def _bar(label: str, timing: Timing, group: str, floor_ms: float | None = None) 
 
 
 def _draw_growth(path: Path, title: str, points: Sequence[Point]) -> None:
-    names = {PARTS[0]: "forward and backward", PARTS[1]: "with Adam"}
+    names = {STEP_PARTS[0]: "forward and backward", STEP_PARTS[1]: "with Adam"}
     times = {name: times_of(points, part) for part, name in names.items()}
     slopes = {name: {kind: slope(found) for kind, found in kinds.items()} for name, kinds in times.items()}
     milliseconds = {
@@ -358,7 +359,7 @@ def _draw_growth(path: Path, title: str, points: Sequence[Point]) -> None:
 
 
 @contextmanager
-def _progress(what: str, total: int, quiet: bool) -> Iterator[tuple[Told, Told]]:
+def _progress(what: str, total: int, quiet: bool) -> Iterator[tuple[LineCallback, LineCallback]]:
     """Callbacks for what was measured, one call for each of the total, and for what is being measured now: lines above a bar
     where there is a terminal, else lines with the time that has passed and how many are done."""
     if quiet:

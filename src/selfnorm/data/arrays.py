@@ -1,4 +1,4 @@
-"""The user's own examples: NumPy arrays, tables, image folders."""
+"""Reads your own examples: NumPy arrays, tables, image folders."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from selfnorm.data.images import SUFFIXES, read_images
+from selfnorm.data.images import IMAGE_SUFFIXES, read_images
 from selfnorm.data.tables import read_csv, read_parquet
 
-CHANNELS = (1, 3, 4)
+IMAGE_CHANNELS = (1, 3, 4)
 
 
 def read_examples(path: str | Path) -> tuple[Tensor, tuple[str, ...]]:
-    """All examples of a file, (N, *shape), and the names of a table's columns, where the file has them.
+    """Returns all examples of a file, (N, *shape), and the names of a table's columns, if the file has them.
 
     uint8 (N, C, H, W) for images: a folder of them, or a uint8 array of shape (N, H, W), (N, C, H, W) or (N, H, W, C).
-    float32 for everything else: .npy, .npz (its array "data" or "x", or its only one), .csv, .tsv, .parquet. Numbers only:
-    NaN, infinities, text, empty cells and pickled objects are errors that say where they are.
+    float32 for everything else: .npy, .npz (its array "data" or "x", or its only one), .csv, .tsv, .parquet. NaN, infinities,
+    text, empty cells and pickled objects raise ValueError with their location.
     """
     path = Path(path).expanduser()
     if not path.exists():
         raise ValueError(f"read_examples: expected the path of a file or of a folder of images, got nothing at {path}")
     suffix = path.suffix.lower()
-    if path.is_dir() or suffix in SUFFIXES:
+    if path.is_dir() or suffix in IMAGE_SUFFIXES:
         return torch.from_numpy(read_images(path)), ()
     if suffix in (".npy", ".npz"):
         return _examples(str(path), _read_numpy(path)), ()
@@ -37,7 +37,7 @@ def read_examples(path: str | Path) -> tuple[Tensor, tuple[str, ...]]:
         twice = sorted({name for name in columns if columns.count(name) > 1})
         if twice:
             raise ValueError(
-                f"{path}: expected a name of its own for each column, got {', '.join(map(repr, twice))} more than once"
+                f"{path}: expected distinct column names, got {', '.join(map(repr, twice))} more than once; rename them"
             )
         return _examples(str(path), values), columns
     raise ValueError(f"{path}: expected .npy, .npz, .csv, .tsv, .parquet, or a folder of images, got {suffix or 'no ending'}")
@@ -56,13 +56,13 @@ def _read_numpy(path: Path) -> NDArray[np.generic]:
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
             f"{path}: expected an array of numbers, got a file that cannot be read as one ({error}); pickled objects are never "
-            "loaded, as they can run code: save numbers, by np.save"
+            "loaded because they can run code: save numbers with np.save"
         ) from error
     raise ValueError(f'{path}: expected one array, or one named "data" or "x", got {", ".join(keys) or "none"}')
 
 
 def _examples(who: str, array: NDArray[np.generic]) -> Tensor:
-    """The array as examples: images if it is uint8 with more axes than a table, else float32."""
+    """Returns the array as examples: uint8 images if it is uint8 with three or four axes, else float32."""
     if array.dtype.kind not in "biuf":
         raise ValueError(f"{who}: expected numbers, integer or real, got an array of {array.dtype}")
     if array.ndim == 0 or array.size == 0:
@@ -73,11 +73,11 @@ def _examples(who: str, array: NDArray[np.generic]) -> Tensor:
     if array.dtype != np.uint8 or array.ndim > 4:
         raise ValueError(
             f"{who}: expected images as uint8 of shape (N, H, W), (N, C, H, W) or (N, H, W, C), got {array.dtype} of shape "
-            f"{array.shape}; save images .astype(np.uint8), and real numbers .astype(np.float32)"
+            f"{array.shape}; convert images with .astype(np.uint8) and real numbers with .astype(np.float32)"
         )
     if array.ndim == 3:
         array = array[:, None]
-    elif array.shape[3] in CHANNELS and array.shape[1] not in CHANNELS:
+    elif array.shape[3] in IMAGE_CHANNELS and array.shape[1] not in IMAGE_CHANNELS:
         array = np.moveaxis(array, 3, 1)
     return torch.from_numpy(np.ascontiguousarray(array))
 
@@ -91,14 +91,14 @@ def _float32(who: str, array: NDArray[np.generic]) -> NDArray[np.float32]:
         where = f"row {index[0]}" + (f", column {', '.join(map(str, index[1:]))}" if index[1:] else "")
         raise ValueError(
             f"{who}: expected finite numbers that float32 can hold, got {array[index]} in {where}, counted from 0; "
-            "leave out or fill in such rows first"
+            "remove these rows or fill them in first"
         )
     _expect_resolution(who, array, values)
     return values
 
 
 def _expect_resolution(who: str, array: NDArray[np.generic], values: NDArray[np.float32]) -> None:
-    """Refuse a table with a column such as 1e8 ± 1: rounded to float32 it would be a handful of spikes."""
+    """Raises ValueError if float32 is too coarse for a column: 1e8 ± 1 would be rounded to a handful of values."""
     if array.ndim != 2 or array.dtype.itemsize <= 4:
         return
     for column in range(array.shape[1]):
@@ -106,6 +106,6 @@ def _expect_resolution(who: str, array: NDArray[np.generic], values: NDArray[np.
         lost, spread = np.abs(wide - values[:, column]).max(), wide.std()
         if lost > 1e-3 * spread > 0:
             raise ValueError(
-                f"{who}: expected columns whose differences float32 can tell apart, got column {column} (counted from 0), around "
+                f"{who}: expected columns whose values float32 can resolve, got column {column} (counted from 0), around "
                 f"{wide.mean():g} with a standard deviation of {spread:.2g}; subtract a constant from it first"
             )

@@ -1,4 +1,4 @@
-"""Downloads from the publishers: bounded, checked, and never left half done under the final name."""
+"""Downloads data files: limited in size, checked by SHA-256, and moved to their final name only when complete."""
 
 from __future__ import annotations
 
@@ -14,53 +14,53 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple, Protocol
 
-from selfnorm.data.locate import Progress
+from selfnorm.data.locate import OnProgress
 from selfnorm.runtime.files import replacing_file
 
-CHUNK = 1 << 18
-TIMEOUT = 30.0  # seconds without a byte
-SLACK = 1 << 20  # what an archive may hold besides the files that are wanted
+CHUNK_BYTES = 1 << 18
+TIMEOUT_SECONDS = 30.0  # without receiving a byte
+SPARE_BYTES = 1 << 20  # that an archive may hold besides the expected files
 
 
 class Readable(Protocol):
-    """All that is asked of a stream."""
+    """A stream that can be read."""
 
     def read(self, size: int, /) -> bytes: ...
 
 
 class Expected(NamedTuple):
-    """What a file must be once unpacked."""
+    """The size and checksum of an unpacked file."""
 
     size: int
     sha256: str
 
 
 def fetch_gzip(
-    who: str, url: str, target: Path, expected: Expected, on_progress: Progress | None = None, names: Sequence[str] = ()
+    who: str, url: str, target: Path, expected: Expected, on_progress: OnProgress | None = None, names: Sequence[str] = ()
 ) -> None:
-    """Download one gzip file and unpack it to `target`. `names`: all files that the data set needs, for the error."""
+    """Downloads one gzip file and unpacks it to `target`. `names`: all files of the data set, for the error message."""
     wanted = f"put {', '.join(names or [target.name])}, plain or as .gz, in {target.parent}"
     with _downloaded(who, url, target.parent, wanted, expected.size, on_progress) as archive, gzip.open(archive) as content:
         _save(who, url, content, target, expected)
 
 
-def fetch_tar(who: str, url: str, folder: Path, expected: Mapping[str, Expected], on_progress: Progress | None = None) -> None:
-    """Download a .tar.gz and unpack the expected members, and no others, to their names below `folder`.
+def fetch_tar(who: str, url: str, folder: Path, expected: Mapping[str, Expected], on_progress: OnProgress | None = None) -> None:
+    """Downloads a .tar.gz and unpacks the expected members, and only those, to their names below `folder`.
 
-    Only regular files of exactly the expected size and checksum are written; a name that leads elsewhere is never expected.
+    Only regular files with the expected name, size and checksum are written, so no member can be written outside `folder`.
     """
     size = sum(file.size for file in expected.values())
     wanted = f"put {', '.join(expected)} in {folder}"
     found = set()
     with _downloaded(who, url, folder, wanted, size, on_progress) as archive, gzip.open(archive) as content:
-        bounded = _Bounded(who, url, content, size + SLACK)
+        bounded = _Bounded(who, url, content, size + SPARE_BYTES)
         with tarfile.open(fileobj=bounded, mode="r|") as members:  # type: ignore[call-overload]  # it only calls read
             for member in members:
                 if member.name not in expected:
                     continue
                 file = members.extractfile(member) if member.isreg() else None
                 if file is None:
-                    raise ValueError(f"{who}: expected {member.name} in {url} to be a regular file, got a link or the like")
+                    raise ValueError(f"{who}: expected {member.name} in {url} to be a regular file, got another type of member")
                 target = folder / member.name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _save(who, url, file, target, expected[member.name])
@@ -70,13 +70,13 @@ def fetch_tar(who: str, url: str, folder: Path, expected: Mapping[str, Expected]
 
 
 @contextmanager
-def _downloaded(who: str, url: str, folder: Path, wanted: str, size: int, on_progress: Progress | None) -> Iterator[IO[bytes]]:
-    """What is at `url`, in a file without a name that goes when the block ends. Damage found in the block is the archive's."""
+def _downloaded(who: str, url: str, folder: Path, wanted: str, size: int, on_progress: OnProgress | None) -> Iterator[IO[bytes]]:
+    """Yields the content of `url` as a temporary file. An unpacking error in the block becomes a ValueError about the archive."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
         for chunk, done, total in _chunks(who, url, wanted):
-            if done > size + SLACK:
-                raise ValueError(f"{who}: expected at most {size + SLACK:,} bytes from {url}, got more")
+            if done > size + SPARE_BYTES:
+                raise ValueError(f"{who}: expected at most {size + SPARE_BYTES:,} bytes from {url}, got more")
             file.write(chunk)
             if on_progress:
                 on_progress(f"downloading {url.rsplit('/', 1)[-1]}", done, total)
@@ -88,12 +88,12 @@ def _downloaded(who: str, url: str, folder: Path, wanted: str, size: int, on_pro
 
 
 def _chunks(who: str, url: str, wanted: str) -> Iterator[tuple[bytes, int, int | None]]:
-    """The response, piece by piece, with the bytes so far and in all. A full disk is met outside, and is no network fault."""
+    """Yields (chunk, bytes so far, total). The caller writes them, so that a full disk is not reported as a network error."""
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:
             length = response.headers.get("Content-Length")
             done, total = 0, int(length) if length else None
-            while chunk := response.read(CHUNK):
+            while chunk := response.read(CHUNK_BYTES):
                 done += len(chunk)
                 yield chunk, done, total
         if total is not None and done < total:
@@ -101,14 +101,14 @@ def _chunks(who: str, url: str, wanted: str) -> Iterator[tuple[bytes, int, int |
     except (OSError, http.client.HTTPException) as error:
         raise ValueError(
             f"{who}: expected to download {url}, got {str(error) or type(error).__name__}; try again, or, without a network, "
-            f"{wanted}, or name the folder that has the data by data_dir or $SELFNORM_DATA"
+            f"{wanted}, or name the folder that has the data with data_dir or $SELFNORM_DATA"
         ) from error
 
 
 def _save(who: str, url: str, source: Readable, target: Path, expected: Expected) -> None:
     digest, done = hashlib.sha256(), 0
     with replacing_file(target) as file:
-        while chunk := source.read(min(CHUNK, expected.size + 1 - done)):
+        while chunk := source.read(min(CHUNK_BYTES, expected.size + 1 - done)):
             digest.update(chunk)
             file.write(chunk)
             done += len(chunk)
@@ -120,7 +120,7 @@ def _save(who: str, url: str, source: Readable, target: Path, expected: Expected
 
 
 class _Bounded:
-    """A stream that stops with an error after so many bytes: a small archive can unpack to any size."""
+    """A stream that raises ValueError beyond `limit` bytes, since a small archive can unpack to any size."""
 
     def __init__(self, who: str, url: str, source: Readable, limit: int) -> None:
         self.who, self.url, self.source, self.left, self.limit = who, url, source, limit, limit

@@ -1,4 +1,4 @@
-"""Data sets that need no files: scikit-learn's handwritten digits, and toy densities in the plane."""
+"""Loads data sets that need no files: scikit-learn's handwritten digits, and toy densities in the plane."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selfnorm.data.dataset import SEED, Dataset, permutation
-from selfnorm.data.locate import require
+from selfnorm.data.dataset import SPLIT_SEED, Dataset, permutation
+from selfnorm.data.locate import require_module
 
 TOY_PARTS = (10_000, 2_000, 2_000)
 
 
-def make(name: str) -> Dataset:
-    """The data set of that name: digits, or one of `TOYS`."""
+def load_small(name: str) -> Dataset:
+    """Returns the data set of this name: digits, or one of `TOYS`."""
     return _digits() if name == "digits" else _toy(name)
 
 
 def _digits() -> Dataset:
-    """1797 digits of 8 × 8 pixels and 17 grey levels: 1297 for training, 250 for validation, 250 for the test."""
-    images = require("sklearn.datasets", "digits", "scikit-learn").load_digits().images
+    """Returns 1797 digits of 8 × 8 pixels and 17 grey levels: 1297 for training, 250 for validation, 250 for testing."""
+    images = require_module("sklearn.datasets", "digits", "scikit-learn").load_digits().images
     examples = torch.from_numpy(images.astype(np.uint8)[permutation(len(images)), None])
     train, validation, test = examples.split([len(examples) - 500, 250, 250])
     return Dataset("digits", train, validation, test, levels=17)
 
 
 def _toy(name: str) -> Dataset:
-    """A toy density by name: points in the plane, all within about 5 of the origin."""
-    x = TOYS[name](sum(TOY_PARTS), torch.Generator().manual_seed(SEED))
+    """Returns a toy density by name: points in the plane, all within about 5 of the origin."""
+    x = TOYS[name](sum(TOY_PARTS), torch.Generator().manual_seed(SPLIT_SEED))
     train, validation, test = x.split(TOY_PARTS)
     return Dataset(name, train, validation, test)
 
@@ -49,7 +49,7 @@ def _blurred(x: Tensor, y: Tensor, noise: float, generator: torch.Generator) -> 
 
 
 def _moons(n: int, generator: torch.Generator) -> Tensor:
-    """Two half circles, each reaching into the other."""
+    """Two interleaving half circles."""
     angle, side = math.pi * _uniform(n, generator), 1 - 2 * _one_of(2, n, generator)
     return _blurred(2 * side * angle.cos() - side, side * (2 * angle.sin() - 0.5), 0.2, generator)
 
@@ -61,7 +61,7 @@ def _rings(n: int, generator: torch.Generator) -> Tensor:
 
 
 def _checkerboard(n: int, generator: torch.Generator) -> Tensor:
-    """Uniform on the eight dark squares of a board of 4 × 4, from −4 to 4."""
+    """Uniform on the eight dark squares of a 4 × 4 board, from −4 to 4."""
     column, pair = _one_of(4, n, generator), _one_of(2, n, generator)
     row = 2 * pair + (column % 2)
     return torch.stack([2 * (column + _uniform(n, generator)) - 4, 2 * (row + _uniform(n, generator)) - 4], 1)

@@ -1,4 +1,4 @@
-"""Tables of numbers, from .csv, .tsv and .parquet files; a bad cell is named by line and column."""
+"""Reads tables of numbers from .csv, .tsv and .parquet files; errors name the line and column of a bad cell."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from selfnorm.data.locate import require
+from selfnorm.data.locate import require_module
 
-LARGEST = float(np.finfo(np.float32).max)
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def read_csv(path: Path) -> tuple[NDArray[np.float64], tuple[str, ...]]:
-    """The numbers, and the header's names if the first line has no number in it. Separators: comma, semicolon, tab."""
+    """Returns the numbers, and the column names if the first line contains no number. Separators: comma, semicolon, tab."""
     try:
         separator = _separator(path)
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -25,17 +25,17 @@ def read_csv(path: Path) -> tuple[NDArray[np.float64], tuple[str, ...]]:
             if not start:
                 raise ValueError(f"{path}: expected at least one row of numbers, got none")
             values = _parse(chain([start], file), separator)
-        if isinstance(values, ValueError) or not _fits(values) or (header and len(header) != values.shape[1]):
-            raise _complaint(path, separator, str(values))
+        if isinstance(values, ValueError) or not _fits_float32(values) or (header and len(header) != values.shape[1]):
+            raise _first_error(path, separator, str(values))
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path}: expected UTF-8 text with numbers between separators, got other bytes ({error})") from error
+        raise ValueError(f"{path}: expected UTF-8 text with separated numbers, got other bytes ({error})") from error
     return values, header
 
 
 def read_parquet(path: Path) -> tuple[NDArray[np.float64], tuple[str, ...]]:
-    """The numbers, and the columns' names; needs pyarrow, the `parquet` extra."""
-    arrow = require("pyarrow", str(path), "selfnorm[parquet]")
-    parquet = require("pyarrow.parquet", str(path), "selfnorm[parquet]")
+    """Returns the numbers and the column names; needs pyarrow, the `parquet` extra."""
+    arrow = require_module("pyarrow", str(path), "selfnorm[parquet]")
+    parquet = require_module("pyarrow.parquet", str(path), "selfnorm[parquet]")
     try:
         table = parquet.read_table(path)
     except (arrow.ArrowException, OSError) as error:
@@ -44,13 +44,16 @@ def read_parquet(path: Path) -> tuple[NDArray[np.float64], tuple[str, ...]]:
     for index, (name, column) in enumerate(zip(table.column_names, table.columns, strict=True)):
         kind = column.type
         if not any(is_kind(kind) for is_kind in (arrow.types.is_integer, arrow.types.is_floating, arrow.types.is_boolean)):
-            raise ValueError(f"{path}: expected columns of numbers, got {kind} in column {name!r}; leave that column out")
+            raise ValueError(f"{path}: expected columns of numbers, got {kind} in column {name!r}; remove that column")
         numbers = column.to_numpy()
         if column.null_count:
             row = int(np.argmax(column.is_null().to_numpy()))
-            raise ValueError(f"{path}: expected no empty cells, got {column.null_count}, the first in column {name!r}, row {row}")
+            raise ValueError(
+                f"{path}: expected no empty cells, got {column.null_count}, the first in column {name!r}, row {row}, "
+                "counted from 0"
+            )
         values[:, index] = numbers
-        if not (finite := np.abs(values[:, index]) <= LARGEST).all():  # False for NaN too
+        if not (finite := np.abs(values[:, index]) <= FLOAT32_MAX).all():  # False for NaN too
             row = int(finite.argmin())
             raise ValueError(
                 f"{path}: expected finite numbers that float32 can hold, got {numbers[row]} in column {name!r}, row {row}, "
@@ -64,12 +67,12 @@ def _separator(path: Path) -> str:
         return "\t"
     with path.open(encoding="utf-8-sig", newline="") as file:
         line = next((line for line in file if line.strip()), "")
-    # A semicolon first: where it separates, commas may be decimal ones.
+    # The semicolon comes first: in files that use it, commas may be decimal commas.
     return next((separator for separator in ";,\t" if separator in line), ",")
 
 
 def _parse(lines: chain[str], separator: str) -> NDArray[np.float64] | ValueError:
-    """The fast path, in C; it counts rows rather than lines, so that its errors are only a sign to look closer."""
+    """Parses the table in C. On failure returns the error, which counts rows, not lines; `_first_error` finds the line."""
     try:
         return np.loadtxt(lines, np.float64, comments=None, delimiter=separator, quotechar='"', ndmin=2)
     except UnicodeDecodeError:
@@ -78,12 +81,12 @@ def _parse(lines: chain[str], separator: str) -> NDArray[np.float64] | ValueErro
         return error
 
 
-def _fits(values: NDArray[np.float64]) -> bool:
-    return bool(values.min() >= -LARGEST and values.max() <= LARGEST)  # False for NaN too
+def _fits_float32(values: NDArray[np.float64]) -> bool:
+    return bool(values.min() >= -FLOAT32_MAX and values.max() <= FLOAT32_MAX)  # False for NaN too
 
 
 def _is_number(text: str) -> bool:
-    """As NumPy reads them, which takes neither 1_000 nor digits of other scripts."""
+    """Returns whether NumPy reads the text as a number; unlike Python, it accepts neither 1_000 nor non-ASCII digits."""
     try:
         float(text)
     except ValueError:
@@ -95,8 +98,8 @@ def _is_header(row: list[str]) -> bool:
     return any(cell.strip() for cell in row) and not any(map(_is_number, row))
 
 
-def _complaint(path: Path, separator: str, otherwise: str) -> ValueError:
-    """The first thing wrong with the table, found by a slow second reading."""
+def _first_error(path: Path, separator: str, otherwise: str) -> ValueError:
+    """Returns the error for the first bad cell or line of the table, found by reading it again, slowly."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, delimiter=separator)
         header: list[str] = []
@@ -113,16 +116,16 @@ def _complaint(path: Path, separator: str, otherwise: str) -> ValueError:
             if len(row) != width:
                 return ValueError(f"{where}: expected {width} columns, as in the first line, got {len(row)}")
             for column, text in enumerate(row):
-                if fault := _fault(text):
+                if fault := _expected_instead(text):
                     name = f" ({header[column].strip()})" if header else ""
                     return ValueError(f"{where}, column {column + 1}{name}: expected {fault}, got {text[:40]!r}")
     return ValueError(f"{path}: expected a table of numbers, got one that cannot be read ({otherwise})")
 
 
-def _fault(text: str) -> str:
-    """What the cell should have been, or nothing where it is that."""
+def _expected_instead(text: str) -> str:
+    """Returns what was expected in place of a bad cell, or an empty text for a good one."""
     if not text.strip():
-        return "a number in every cell; leave out or fill in such rows"
+        return "a number in every cell; remove rows with empty cells or fill them in"
     if not _is_number(text):
-        return "a number, with a decimal point; a header has no numbers, a row has nothing else"
-    return "" if abs(float(text)) <= LARGEST else "a finite number that float32 can hold"
+        return "a number, with a decimal point; a header has no numbers, and other rows have only numbers"
+    return "" if abs(float(text)) <= FLOAT32_MAX else "a finite number that float32 can hold"

@@ -1,1 +1,1 @@
-"""Figures and tables from what runs leave behind. Nothing here is needed to train; matplotlib and pillow load on first use."""
+"""Figures and tables of runs and measurements. Training does not need them; matplotlib and pillow are imported on first use."""

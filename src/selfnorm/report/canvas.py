@@ -1,4 +1,4 @@
-"""From a matplotlib figure to a file: rendered without pyplot or a display, as PNG, written atomically."""
+"""Renders matplotlib figures without pyplot or a display, and writes them as PNG files, atomically."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from PIL.Image import Image
 
-SMALL = 200_000  # bytes that a sample sheet may take
+LARGEST_SHEET_BYTES = 200_000
 
 
 def new_figure(width: float, height: float) -> Figure:
+    """Returns an empty white figure; width and height in inches, at 100 pixels per inch."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -29,6 +30,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def rendered(figure: Figure) -> Image:
+    """Returns the figure as an RGB image."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image
 
@@ -37,28 +39,33 @@ def rendered(figure: Figure) -> Image:
     return Image.fromarray(np.asarray(canvas.buffer_rgba())[:, :, :3].copy())
 
 
-def png(image: Image) -> bytes:
+def png_bytes(image: Image) -> bytes:
+    """Returns the image as an optimised PNG file."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG", optimize=True)
     return buffer.getvalue()
 
 
-def smaller(image: Image) -> bytes:
-    """As PNG, with as many colours as fit into SMALL bytes. Not dithered: that would blur enlarged pixels, and compress worse."""
+def sheet_bytes(image: Image) -> bytes:
+    """Returns the image as PNG, with fewer colours if it would otherwise exceed `LARGEST_SHEET_BYTES`.
+
+    Colours are not dithered: that would blur enlarged pixels, and compress worse.
+    """
     from PIL import Image
 
     channels = np.asarray(image)
     if (channels == channels[:, :, :1]).all():
         image = image.convert("L")
-    content = png(image)
+    content = png_bytes(image)
     for colours in (128, 64, 32, 16):
-        if len(content) < SMALL:
+        if len(content) < LARGEST_SHEET_BYTES:
             break
-        content = png(image.quantize(colours, dither=Image.Dither.NONE))
+        content = png_bytes(image.quantize(colours, dither=Image.Dither.NONE))
     return content
 
 
-def write(path: str | Path, content: bytes) -> None:
+def write_png(path: str | Path, content: bytes) -> None:
+    """Writes the file atomically, creating its folder if necessary."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:

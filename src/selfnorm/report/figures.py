@@ -1,7 +1,7 @@
-"""Pictures of a run: samples beside data, training curves, plain grids of images. All written atomically, as PNG.
+"""Pictures of a run: samples next to data, training curves, grids of images. All are written atomically, as PNG.
 
-matplotlib is used without pyplot, so that nothing global is set or leaked and no display is needed. It and pillow are imported
-where they are used: nothing else in the library needs them.
+matplotlib is used without pyplot, so no global state is changed and no display is needed. matplotlib and pillow are imported
+where they are used, since the rest of the library does not need them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selfnorm.report.canvas import new_figure, png, rendered, smaller, write
+from selfnorm.report.canvas import new_figure, png_bytes, rendered, sheet_bytes, write_png
 from selfnorm.runtime.checks import count, expect_finite
 
 if TYPE_CHECKING:
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-GAP = 2  # pixels between images
+IMAGE_GAP = 2  # pixels between images
 COLOURS = {"data": "0.45", "learned inverse": "tab:blue", "exact inverse": "tab:orange"}
 
 
 def sample_sheet(path: str | Path, learned: Tensor, exact: Tensor, data: Tensor, levels: int) -> None:
-    """Data, samples by the learned and samples by the exact inverse, side by side: up to 64 images (n, C, H, W) of each.
+    """Draws data, samples by the learned inverse and samples by the exact inverse side by side: up to 64 of (n, C, H, W) each.
 
-    Values are in [0, levels), dequantised or not; what lies outside is shown as the nearest level. Pixels are enlarged by a
-    whole factor, so that they stay square and sharp.
+    Values are in [0, levels), dequantised or not; values outside are clamped. Pixels are enlarged by an integer factor, so they
+    stay square and sharp.
     """
     images = {"data": data, "learned inverse": learned, "exact inverse": exact}
-    batches = [_pixels("sample_sheet", batch[:64], levels) for batch in images.values()]
-    factor = max(1, 280 // max(_columns(len(batch)) * max(batch.shape[1:3]) for batch in batches))
+    batches = [_displayed_pixels("sample_sheet", batch[:64], levels) for batch in images.values()]
+    factor = max(1, 280 // max(_grid_columns(len(batch)) * max(batch.shape[1:3]) for batch in batches))
     grids = [_tiled(batch.repeat(factor, 1).repeat(factor, 2)) for batch in batches]
     margin, heading = 12, 28
-    columns = [max(grid.shape[1], 110) for grid in grids]  # no narrower than its heading
+    columns = [max(grid.shape[1], 110) for grid in grids]  # at least as wide as the heading
     height = heading + max(grid.shape[0] for grid in grids) + margin
     width = sum(columns) + margin * (len(grids) + 1)
     canvas = np.full((height, width, 3), 255, np.uint8)
@@ -46,26 +46,26 @@ def sample_sheet(path: str | Path, learned: Tensor, exact: Tensor, data: Tensor,
     left = margin
     for title, grid, column in zip(images, grids, columns, strict=True):
         at = left + (column - grid.shape[1]) // 2
-        canvas[heading : heading + grid.shape[0], at : at + grid.shape[1]] = grid  # a grey one is spread over the three colours
+        canvas[heading : heading + grid.shape[0], at : at + grid.shape[1]] = grid  # a grey grid is broadcast to RGB
         figure.text((left + column / 2) / width, 1 - heading / 2 / height, title, ha="center", va="center", fontsize=9)
         left += column + margin
     figure.figimage(canvas, zorder=-1)
-    write(path, smaller(rendered(figure)))
+    write_png(path, sheet_bytes(rendered(figure)))
 
 
 def image_grid(path: str | Path, images: Tensor, levels: int) -> None:
-    """Images (n, C, H, W) with values in [0, levels) in a near-square grid, one pixel for one pixel, white lines between."""
+    """Draws images (n, C, H, W) with values in [0, levels) in a near-square grid, not enlarged, with white lines between them."""
     from PIL import Image
 
-    grid = _tiled(_pixels("image_grid", images, levels))
-    write(path, png(Image.fromarray(grid[:, :, 0] if grid.shape[2] == 1 else grid)))
+    grid = _tiled(_displayed_pixels("image_grid", images, levels))
+    write_png(path, png_bytes(Image.fromarray(grid[:, :, 0] if grid.shape[2] == 1 else grid)))
 
 
 def sample_scatter(path: str | Path, learned: Tensor, exact: Tensor, data: Tensor, columns: Sequence[str] | None = None) -> None:
-    """Samples of a table (n, D) beside its data: three scatter plots if D = 2, else histograms of the first 6 columns.
+    """Draws samples of a table (n, D) next to its data: three scatter plots if D = 2, else histograms of the first 6 columns.
 
-    The axes are the data's, without its outermost half per cent. Samples beyond them are not drawn, but a histogram's area says
-    how many there are.
+    The axes span the data without its outermost half per cent. Samples outside are not drawn, but they are counted in the
+    normalisation of the histograms.
     """
     tables = {"data": data, "learned inverse": learned, "exact inverse": exact}
     values = {title: _table(title, table, data) for title, table in tables.items()}
@@ -94,15 +94,15 @@ def sample_scatter(path: str | Path, learned: Tensor, exact: Tensor, data: Tenso
         handles, labels = figure.axes[0].get_legend_handles_labels()
         left_out = f"the first {len(limits)} of {width} columns" if width > len(limits) else None
         figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, title=left_out)
-    write(path, png(rendered(figure)))
+    write_png(path, png_bytes(rendered(figure)))
 
 
 def curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Sequence[str] = (), *, exact: bool = False) -> None:
-    """The course of a run, from its metrics: validation NLL, training loss, each layer's reconstruction, and λ if it varies.
+    """Draws the metrics of a run: validation NLL, training loss, reconstruction error of each layer, and λ if it varies.
 
-    records:  those of kind "validation" (epoch, nll) and "epoch" (epoch, surrogate; reconstruction and λ by layer).
-    names:    of the layers, for the legend; with more than 6 layers colour runs from the first to the last instead.
-    exact:    whether the training loss is a likelihood, or only has the right gradient.
+    records:  of kind "validation" (epoch, nll) and "epoch" (epoch, surrogate; reconstruction and λ by layer).
+    names:    of the layers, for the legend; with more than 6 layers a colour scale from first to last replaces them.
+    exact:    whether the training loss is a likelihood; otherwise only its gradient is meaningful.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -152,14 +152,14 @@ def curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Sequen
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         ax.grid(color="0.9")
         ax.spines[["top", "right"]].set_visible(False)
-    write(path, png(rendered(figure)))
+    write_png(path, png_bytes(rendered(figure)))
 
 
 def courses(path: str | Path, title: str, lines: Mapping[str, Sequence[Sequence[tuple[float, float | None]]]]) -> None:
-    """Exact validation NLL against seconds of training: by label one or several runs, each as (seconds, NLL), in one colour.
+    """Draws exact validation NLL against seconds of training. Each label has one or several runs, each a list of (seconds, NLL).
 
-    Of several runs the mean is drawn, as far as all of them go, and each of them faintly behind it. The axis leaves out each
-    run's wild start, and time is logarithmic if the runs took very different times.
+    For several runs the mean is drawn, up to the end of the shortest, with each run faintly behind it. The vertical axis leaves
+    out the large values at the start of each run, and the time axis is logarithmic if the runs took very different times.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -196,16 +196,17 @@ def courses(path: str | Path, title: str, lines: Mapping[str, Sequence[Sequence[
     for line in ax.get_lines():
         values = np.asarray(line.get_ydata(), dtype=float)
         if not str(line.get_label()).startswith("_") and not (values <= top).any():
-            line.set_label(f"{line.get_label()}, above the picture")
+            line.set_label(f"{line.get_label()}, above the plot")
     ax.set(title=title, xlabel="seconds of training", ylabel="exact validation NLL, nats")
     ax.grid(color="0.9")
     ax.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
-    write(path, png(rendered(figure)))
+    write_png(path, png_bytes(rendered(figure)))
 
 
 def _common_axis(ax: Axes, courses: Sequence[Array]) -> float:
-    """Limits by what follows the first fifth of each course, without letting one bad course flatten the others; the upper one."""
+    """Sets the vertical limits from the values after the first fifth of each curve, and returns the upper one. One bad curve
+    does not flatten the others."""
     finite = [values for course in courses if len(values := course[np.isfinite(course)])]
     if not finite:
         return math.inf
@@ -218,19 +219,19 @@ def _common_axis(ax: Axes, courses: Sequence[Array]) -> float:
 
 
 def _series(records: Sequence[Mapping[str, Any]], key: str) -> Array:
-    """A number from each record; NaN, which is not drawn, where one has none."""
+    """Returns one number per record; NaN, which is not drawn, for a record without it."""
     return np.array([math.nan if record.get(key) is None else record[key] for record in records], dtype=float)
 
 
 def _by_layer(records: Sequence[Mapping[str, Any]], key: str, old_key: str = "") -> Array:
-    """(records, layers). Logs of earlier versions have old_key instead of key."""
+    """Returns an array (records, layers), filled up with NaN. Logs of earlier versions have old_key instead of key."""
     rows = [list(record.get(key) or record.get(old_key) or []) for record in records]
     layers = max((len(row) for row in rows), default=0)
     return np.array([row + [math.nan] * (layers - len(row)) for row in rows], dtype=float).reshape(len(rows), layers)
 
 
 def _robust_line(ax: Axes, x: Array, y: Array) -> None:
-    """A line whose axis is not spoilt by a wild start or a spike: those run out of the picture."""
+    """Draws a line and limits the axis so that large values at the start, or spikes, run off the plot without flattening it."""
     ax.plot(x, y, color="tab:blue", linewidth=1.2, marker="." if len(y) <= 60 else None)
     finite = y[np.isfinite(y)]
     settled = finite[max(1, len(finite) // 8) :]
@@ -270,7 +271,7 @@ def _histograms(ax: Axes, series: Mapping[str, Array], limits: tuple[float, floa
 
 def _table(title: str, table: Tensor, data: Tensor) -> Array:
     if table.dim() != 2 or table.shape[1] != data.shape[-1] or table.shape[1] == 0:
-        raise ValueError(f"sample_scatter: expected tables (n, D) of one D, got {tuple(table.shape)} for {title}")
+        raise ValueError(f"sample_scatter: expected tables (n, D) with the same D, got {tuple(table.shape)} for {title}")
     expect_finite("sample_scatter", title, table)
     values: Array = table.detach().double().cpu().numpy()
     return values
@@ -282,8 +283,8 @@ def _limits(values: Array) -> tuple[float, float]:
     return float(low - margin), float(high + margin)
 
 
-def _pixels(who: str, images: Tensor, levels: int) -> Array:
-    """(n, C, H, W) with values in [0, levels) as bytes (n, H, W, C): RGB if there are three channels or more, else the first."""
+def _displayed_pixels(who: str, images: Tensor, levels: int) -> Array:
+    """Returns images (n, C, H, W) with values in [0, levels) as bytes (n, H, W, C): the first 3 channels if C ≥ 3, else 1."""
     if images.dim() != 4 or 0 in images.shape:
         raise ValueError(f"{who}: expected images (n, C, H, W), got {tuple(images.shape)}")
     images = images[:, : 3 if images.shape[1] >= 3 else 1]
@@ -295,17 +296,17 @@ def _pixels(who: str, images: Tensor, levels: int) -> Array:
     return values
 
 
-def _columns(n: int) -> int:
+def _grid_columns(n: int) -> int:
     return math.isqrt(n - 1) + 1  # ⌈√n⌉
 
 
 def _tiled(images: Array) -> Array:
-    """(n, H, W, C) in ⌈√n⌉ columns, row by row."""
+    """Returns images (n, H, W, C) as one image with ⌈√n⌉ columns, filled row by row."""
     n, height, width, channels = images.shape
-    columns = _columns(n)
+    columns = _grid_columns(n)
     rows = math.ceil(n / columns)
-    grid = np.full((rows * (height + GAP) - GAP, columns * (width + GAP) - GAP, channels), 255, np.uint8)
+    grid = np.full((rows * (height + IMAGE_GAP) - IMAGE_GAP, columns * (width + IMAGE_GAP) - IMAGE_GAP, channels), 255, np.uint8)
     for index, image in enumerate(images):
-        top, left = index // columns * (height + GAP), index % columns * (width + GAP)
+        top, left = index // columns * (height + IMAGE_GAP), index % columns * (width + IMAGE_GAP)
         grid[top : top + height, left : left + width] = image
     return grid

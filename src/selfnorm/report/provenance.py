@@ -1,4 +1,4 @@
-"""Where a figure comes from: command, commit, machine, date."""
+"""Records where a measurement comes from: command, commit, machine, date."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import selfnorm
 
 
 def provenance(device: torch.device | str = "cpu", command: str | None = None) -> dict[str, str | None]:
-    """What to write beside a measured figure; commit is None where the source is not under git, and dirty if the
+    """Returns what to store with a measurement. The commit is None outside a git repository, and ends in -dirty if the
     library's own files differ from it."""
     device = torch.device(device)
     here = Path(selfnorm.__file__).parent

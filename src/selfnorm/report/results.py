@@ -1,11 +1,11 @@
-"""RESULTS.md, made of the measurements in results/*.json. To make it anew, in the repository's root:
+"""Generates RESULTS.md from the measurements in results/*.json. Run in the root of the repository:
 
     python -m selfnorm.report.results
 
-A file holds one table: title, about (a sentence or two), columns, rows (a list of cells each, null for none), and provenance,
-which must name the command, commit, machine, date and torch that it was measured with, and may name more. Sections follow the
-files' names, cells are shown as they are stored, with a picture of the same name if there is one, and the same files always make
-the same text.
+Each file holds one table: title, about (a sentence or two), columns, rows (lists of cells, null if empty), and provenance, which
+must name the command, commit, machine, date and torch version of the measurement, and may name more. Sections are sorted by
+file name. Cells are shown as stored, followed by the picture of the same name if there is one. The same files always give the
+same text.
 """
 
 from __future__ import annotations
@@ -17,78 +17,84 @@ from typing import Any
 
 from selfnorm.runtime.files import write_text
 
-HEADER = """# Results
+PAGE_HEADER = """# Results
 
-Each table was measured by the command under it. This page is made of `results/*.json` by `python -m selfnorm.report.results`:
-change those, not this.
+Each table was measured by the command below it. `python -m selfnorm.report.results` generates this page from `results/*.json`:
+edit those files, not this page.
 """
-PARTS: dict[str, type] = {"title": str, "about": str, "columns": list, "rows": list, "provenance": dict}
-PROVENANCE = ("command", "commit", "machine", "date", "torch")
+RESULT_FIELDS: dict[str, type] = {"title": str, "about": str, "columns": list, "rows": list, "provenance": dict}
+PROVENANCE_FIELDS = ("command", "commit", "machine", "date", "torch")
 
 
 def build(results_dir: str | Path) -> str:
-    """The text of RESULTS.md for a folder of measurements."""
+    """Returns the text of RESULTS.md for a folder of measurements."""
     folder = Path(results_dir)
     if not folder.is_dir():
-        raise ValueError(f"results: expected a folder of measurements, got {folder}; run this in the repository's root")
-    return "\n".join([HEADER, *(_section(path) for path in sorted(folder.glob("*.json")))])
+        raise ValueError(f"results: expected a folder of measurements, got {folder}; run this in the root of the repository")
+    return "\n".join([PAGE_HEADER, *(_markdown_section(path) for path in sorted(folder.glob("*.json")))])
 
 
-def write(results_dir: str | Path, output: str | Path) -> None:
-    """Write it, if it changed."""
+def write_results(results_dir: str | Path, output: str | Path) -> None:
+    """Writes the text of `build` to the output file, unless it is already there."""
     text, output = build(results_dir), Path(output)
     if not output.exists() or output.read_text(encoding="utf-8") != text:
         write_text(output, text)
 
 
-def _section(path: Path) -> str:
-    result = _read(path)
+def _markdown_section(path: Path) -> str:
+    result = _read_result(path)
     rows = result["rows"]
     numeric = [all(isinstance(row[index], int | float | None) for row in rows) for index in range(len(result["columns"]))]
-    table = [_line(result["columns"]), _line("---:" if number else "---" for number in numeric), *map(_line, rows)]
-    source = f"{_provenance(result['provenance'])} · `results/{path.name}`"
+    table = [
+        _markdown_row(result["columns"]),
+        _markdown_row("---:" if number else "---" for number in numeric),
+        *map(_markdown_row, rows),
+    ]
+    source = f"{_provenance_line(result['provenance'])} · `results/{path.name}`"
     figure = path.with_suffix(".png")
     picture = [f"![{result['title']}](results/{figure.name})", ""] if figure.exists() else []
     return "\n".join([f"## {result['title']}", "", result["about"], "", *table, "", *picture, source, ""])
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_result(path: Path) -> dict[str, Any]:
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path.name}: expected JSON, got {error}") from error
     if not isinstance(result, dict):
-        raise ValueError(f"{path.name}: expected an object with {', '.join(PARTS)}, got a {type(result).__name__}")
-    for part, kind in PARTS.items():
+        raise ValueError(f"{path.name}: expected an object with {', '.join(RESULT_FIELDS)}, got a {type(result).__name__}")
+    for part, kind in RESULT_FIELDS.items():
         if not isinstance(result.get(part), kind):
             raise ValueError(f"{path.name}: expected {part!r} to be a {kind.__name__}, got {result.get(part)!r}")
     width = len(result["columns"])
     for index, row in enumerate(result["rows"]):
         if not isinstance(row, list) or len(row) != width:
             raise ValueError(f"{path.name}: expected {width} cells in row {index}, one for each column, got {row!r}")
-    missing = [name for name in PROVENANCE if name not in result["provenance"]]
+    missing = [name for name in PROVENANCE_FIELDS if name not in result["provenance"]]
     if missing:
-        raise ValueError(f"{path.name}: expected provenance with {', '.join(PROVENANCE)}, got none for {', '.join(missing)}")
+        raise ValueError(
+            f"{path.name}: expected provenance with {', '.join(PROVENANCE_FIELDS)}, got none for {', '.join(missing)}"
+        )
     return result
 
 
-def _provenance(source: Mapping[str, Any]) -> str:
-    """On one line: the command, then the rest, what every table has first."""
-    names = [*PROVENANCE[1:], *(name for name in source if name not in PROVENANCE)]
-    plain = ("machine", "date")  # say by themselves what they are
-    rest = [("" if name in plain else f"{name} ") + _cell(source[name]) for name in names]
+def _provenance_line(source: Mapping[str, Any]) -> str:
+    """Returns the provenance as one line: command, the other required fields, then any further ones."""
+    names = [*PROVENANCE_FIELDS[1:], *(name for name in source if name not in PROVENANCE_FIELDS)]
+    plain = ("machine", "date")  # need no label
+    rest = [("" if name in plain else f"{name} ") + _markdown_cell(source[name]) for name in names]
     return " · ".join([f"`{source['command']}`", *rest])
 
 
-def _line(cells: Iterable[Any]) -> str:
-    return f"| {' | '.join(map(_cell, cells))} |"
+def _markdown_row(cells: Iterable[Any]) -> str:
+    return f"| {' | '.join(map(_markdown_cell, cells))} |"
 
 
-def _cell(value: Any) -> str:
+def _markdown_cell(value: Any) -> str:
     if value is None:
         return "–"
     return str(value).replace("|", r"\|").replace("\n", " ")
 
 
 if __name__ == "__main__":
-    write("results", "RESULTS.md")
+    write_results("results", "RESULTS.md")

@@ -1,4 +1,4 @@
-"""Pictures of timings: bars or dots of models beside each other, and lines of layers as they grow."""
+"""Plots of timings: bars or dots comparing models, and lines of time against dimension."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from selfnorm.report.canvas import new_figure, png, rendered, write
+from selfnorm.report.canvas import new_figure, png_bytes, rendered, write_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SPAN = 10  # from the smallest time to the largest: up to here bars, from here on dots
+LARGEST_BAR_RATIO = 10  # largest time over smallest: bars below this, dots from there on
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A model's time in milliseconds: median, 10 % and 90 % quantiles, and the least it could be, where that is known.
+    """The time of a model in milliseconds: median, 10 % and 90 % quantiles, and a lower bound (floor), if known.
 
-    group:  bars of one group have one colour.
+    group:  bars of the same group share a colour.
     """
 
     label: str
@@ -33,16 +33,16 @@ class Bar:
 
 
 def bars(path: str | Path, title: str, shown: Sequence[Bar], xlabel: str = "ms a training step") -> None:
-    """A line for each, in the order given, with its spread, its floor, and its median as text.
+    """Draws one row for each time, in the order given, with its spread, its floor, and its median as text.
 
-    Bars from 0 on where the largest is less than `SPAN` times the smallest. Otherwise dots on a logarithmic axis, on which a
-    length would mean nothing.
+    Draws bars from 0 if the largest time is less than `LARGEST_BAR_RATIO` times the smallest. Otherwise draws dots on a
+    logarithmic axis, where the length of a bar would be meaningless.
     """
     if not shown:
         raise ValueError("bars: expected at least one time to draw, got none")
     floors = [bar.floor for bar in shown if bar.floor]
     highest, lowest = max(bar.high for bar in shown), min(bar.low for bar in shown)
-    linear = highest < SPAN * lowest
+    linear = highest < LARGEST_BAR_RATIO * lowest
     figure = new_figure(8.2, 1.3 + 0.27 * len(shown))
     ax = figure.add_subplot()
     groups = list(dict.fromkeys(bar.group for bar in shown))
@@ -53,7 +53,7 @@ def bars(path: str | Path, title: str, shown: Sequence[Bar], xlabel: str = "ms a
         else:
             ax.plot(bar.median, place, "o", color=colour, markersize=6)
         ax.plot([bar.low, bar.high], [place, place], color="0.2", linewidth=1.2, solid_capstyle="butt")
-        ax.annotate(short(bar.median), (bar.high, place), (6, 0), textcoords="offset points", va="center", fontsize=8)
+        ax.annotate(three_digits(bar.median), (bar.high, place), (6, 0), textcoords="offset points", va="center", fontsize=8)
         if bar.floor:
             ax.plot(bar.floor, place, "|", color="black", markersize=11, markeredgewidth=1.6)
     figure.suptitle(textwrap.fill(title, 90), fontsize=11)
@@ -71,7 +71,7 @@ def bars(path: str | Path, title: str, shown: Sequence[Bar], xlabel: str = "ms a
         "; black mark: the floor" if floors else ""
     )
     figure.supxlabel(notes, fontsize=8, color="0.35")
-    write(path, png(rendered(figure)))
+    write_png(path, png_bytes(rendered(figure)))
 
 
 def growth(
@@ -80,7 +80,7 @@ def growth(
     panels: Mapping[str, Mapping[str, Mapping[int, float]]],
     slopes: Mapping[str, Mapping[str, float | None]],
 ) -> None:
-    """Milliseconds against dimension, both logarithmic: by panel and kind of layer, with each kind's slope in the legend."""
+    """Draws milliseconds against dimension on logarithmic axes, by panel and kind of layer, with the slopes in the legend."""
     panels = {name: kinds for name, kinds in panels.items() if any(kinds.values())}
     if not panels:
         raise ValueError("growth: expected at least one time to draw, got none")
@@ -116,11 +116,11 @@ def growth(
         note = "$D^s$: s is the slope of log time against log D, over the upper half of the dimensions"
         figure.supxlabel(note, fontsize=8, color="0.35")
     figure.suptitle(textwrap.fill(title, 50 * len(panels)), fontsize=11)
-    write(path, png(rendered(figure)))
+    write_png(path, png_bytes(rendered(figure)))
 
 
-def short(value: float) -> str:
-    """Three digits, more only if they stand before the point."""
+def three_digits(value: float) -> str:
+    """Returns the number with three significant digits, or as an integer from 100 on."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -134,7 +134,7 @@ def _powers_of_two(ax: Axes, sizes: Sequence[int]) -> None:
 
 
 def _plain_logarithms(ax: Axes, which: str) -> None:
-    """0.1, 1, 10 instead of powers; between them 2 and 5 where there is room."""
+    """Labels a logarithmic axis with 0.1, 1, 10 instead of powers, and with 2 and 5 in between if it spans few decades."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis = ax.xaxis if which == "x" else ax.yaxis

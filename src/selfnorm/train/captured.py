@@ -20,6 +20,7 @@ from selfnorm.bijection import InverseTracker
 from selfnorm.data.batches import TrainingBatches, seed_of
 from selfnorm.kernels.dispatch import usable
 from selfnorm.objective import Fixed, Loss, Metrics
+from selfnorm.runtime.device import synchronize
 from selfnorm.runtime.gradients import collected_gradients
 from selfnorm.runtime.graphs import capturing
 from selfnorm.runtime.streams import Branches, branching
@@ -194,12 +195,6 @@ def _shared_residuals(trackers: Sequence[InverseTracker], like: Tensor) -> Tenso
 def _steps_per_graph(block: int, modules: int) -> int:
     """The most steps that divide a block and make a graph of moderate size."""
     return max(n for n in range(1, block + 1) if block % n == 0 and (n == 1 or n * modules <= GRAPH_MODULES))
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _pinned(x: Tensor, device: torch.device) -> Tensor:

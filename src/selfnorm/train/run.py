@@ -18,7 +18,7 @@ from selfnorm.bijection import located
 from selfnorm.data import NAMES, load_dataset
 from selfnorm.data.batches import Examples, generator_for
 from selfnorm.data.dataset import Dataset, fingerprint, is_image
-from selfnorm.data.locate import Progress as OnProgress
+from selfnorm.data.locate import OnProgress
 from selfnorm.evaluate.likelihood import Likelihood, evaluating, likelihood, reference_scores
 from selfnorm.flow import Flow
 from selfnorm.report import figures

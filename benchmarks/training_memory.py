@@ -1,9 +1,9 @@
-"""Peak resident memory of training on data of MNIST's shape, on the CPU.
+"""Measures the peak resident memory of training on the CPU, on data of MNIST's shape.
 
-    python benchmarks/memory.py [--json results/memory-cpu.json]
+    python benchmarks/training_memory.py [--json results/memory-cpu.json]
 
-Each recipe gets a process of its own, 60,000 made-up images to train on for an epoch, and one exact validation on 10,000 more,
-with checkpoints written. Exits with 1 if one needs 2 GiB or more. About two minutes.
+Each recipe trains for an epoch on 60,000 random images in a separate process, with one exact validation on 10,000 more, and
+writes checkpoints. Exits with 1 if one needs 2 GiB or more. About two minutes.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
 
 RECIPES = ("mnist-fc-snf", "mnist-conv-snf")
-MOST = 2048  # MiB
+LARGEST_MIB = 2048
 STAGES = ("imports", "data", "start", "training", "validation", "checkpoints")
 
 
 def peak() -> float:
-    """The most MiB this process has held so far."""
+    """Returns the peak memory of this process so far, in MiB."""
     unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
 def train(name: str) -> dict[str, float]:
-    """The peak up to the end of each stage."""
+    """Returns the peak up to the end of each stage, in MiB."""
     peaks = {"imports": peak()}
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(256, (70_000, 1, 28, 28), dtype=torch.uint8, generator=generator)
     dataset = Dataset("made up", images[:60_000], images[60_000:], images[:1], levels=256)
     peaks["data"] = peak()
 
-    def report(told: dict[str, Any]) -> None:
-        if told["kind"] in ("epoch", "validation"):
-            peaks["training" if told["kind"] == "epoch" else "validation"] = peak()
+    def report(event: dict[str, Any]) -> None:
+        if event["kind"] in ("epoch", "validation"):
+            peaks["training" if event["kind"] == "epoch" else "validation"] = peak()
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(find_recipe(name).changed(epochs=1), dataset, folder=RunFolder(Path(folder)), report=report)
@@ -59,7 +59,7 @@ def train(name: str) -> dict[str, float]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--one", choices=RECIPES, help="what the script calls itself with")
+    options.add_argument("--one", choices=RECIPES, help="for internal use: the script calls itself with it")
     chosen = options.parse_args()
     if chosen.one:
         print(json.dumps(train(chosen.one)))
@@ -68,7 +68,7 @@ def main() -> None:
     rows: list[list[Cell]] = []
     for name in RECIPES:
         print(f"{name} …", flush=True)
-        # A child's peak starts from what its parent held when it was made, so the parent must stay as small as its imports.
+        # The peak of a child starts from the memory of its parent, so the parent must hold no more than its imports.
         done = subprocess.run([sys.executable, __file__, "--one", name], check=True, stdout=subprocess.PIPE, text=True)
         peaks = json.loads(done.stdout)
         rows.append([name, *(round(peaks[stage]) for stage in STAGES)])
@@ -76,16 +76,16 @@ def main() -> None:
         chosen.json,
         title="Peak memory of training on the CPU",
         about=(
-            "Most resident memory in MiB up to the end of each stage: 60,000 + 10,000 made-up images of MNIST's shape, an epoch "
-            f"at batch 100, one exact validation, both checkpoints. Below {MOST} is wanted."
+            "Peak resident memory in MiB up to the end of each stage: 60,000 + 10,000 random images of MNIST's shape, an epoch "
+            f"at batch 100, one exact validation, both checkpoints. The target is below {LARGEST_MIB}."
         ),
         columns=["recipe", *STAGES],
         rows=rows,
-        provenance=provenance(command="python benchmarks/memory.py"),
+        provenance=provenance(command="python benchmarks/training_memory.py"),
     )
     most = max(float(row[-1] or 0) for row in rows)
-    if most >= MOST:
-        sys.exit(f"memory: expected less than {MOST} MiB, got {most:.0f}")
+    if most >= LARGEST_MIB:
+        sys.exit(f"training_memory: expected less than {LARGEST_MIB} MiB, got {most:.0f}")
 
 
 if __name__ == "__main__":
