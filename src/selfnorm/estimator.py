@@ -19,7 +19,7 @@ from selfnorm.bijection import Chain, located
 from selfnorm.data.dataset import Dataset
 from selfnorm.evaluate.likelihood import evaluating
 from selfnorm.flow import Flow, Inverse
-from selfnorm.layers.elementwise import Standardize
+from selfnorm.layers.affine import Standardize
 from selfnorm.runtime.checks import count
 from selfnorm.train.loop import Trainer, threads
 from selfnorm.train.recipes import recipe_for

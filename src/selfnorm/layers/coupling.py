@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection, Surrogate
-from selfnorm.layers.elementwise import sum_event
+from selfnorm.layers.events import sum_event
 from selfnorm.layers.network import MatrixAffine, Weights, fusable, matrix_inverse, read, reads_alike
 from selfnorm.runtime.checks import count, describe, expect_like, expect_shape
 from selfnorm.runtime.precision import networks_in_bf16
