@@ -33,7 +33,7 @@ class FusedActNorm(torch.autograd.Function):
 
 
 def actnorm(x: Tensor, shift: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """z = (x + shift)·fast_exp(log_scale) like x, and the log-determinant P·Σ log_scale (N,). Reads x, writes z.
+    """z = (x + shift)·exp(log_scale) like x, and the log-determinant P·Σ log_scale (N,). Reads x, writes z.
 
     x: (N, C, …) with P values a channel, dense in memory, channels first or last. shift, log_scale: (C,).
     """
@@ -54,7 +54,7 @@ def actnorm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of Σ grad_z·z + Σ grad_log_det·log_det by x (like x), shift and log_scale (C,).
 
-    With s = fast_exp(log_scale): grad_z·s, Σ grad_z·s, and Σ grad_z·s·(x + shift) + P·Σ grad_log_det, summed over all but the
+    With s = exp(log_scale): grad_z·s, Σ grad_z·s, and Σ grad_z·s·(x + shift) + P·Σ grad_log_det, summed over all but the
     channel: first by each program, then over programs by a second, small kernel. Reads x and grad_z, writes the first result.
     x, grad_z: as x in `actnorm`, both in the same order. grad_log_det: (N,), with any stride.
     """
