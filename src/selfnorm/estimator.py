@@ -18,7 +18,7 @@ from selfnorm.bijection import Chain, located
 from selfnorm.data.dataset import Dataset
 from selfnorm.evaluate.likelihood import evaluating
 from selfnorm.flow import Flow, Inverse
-from selfnorm.layers.elementwise import Standardize
+from selfnorm.layers.affine import Standardize
 from selfnorm.runtime.checks import count
 from selfnorm.runtime.threads import cpu_threads
 from selfnorm.train.experiments import recipe_for

@@ -11,8 +11,10 @@ from torch import nn
 
 from selfnorm.bijection import Bijection, Chain
 from selfnorm.flow import Flow, StandardNormal
+from selfnorm.layers.activation import Logit, SmoothLeakyReLU
+from selfnorm.layers.actnorm import ActNorm
+from selfnorm.layers.affine import Affine, Standardize
 from selfnorm.layers.coupling import AffineCoupling, ConditionalAffine
-from selfnorm.layers.elementwise import ActNorm, Affine, Logit, SmoothLeakyReLU, Standardize
 from selfnorm.layers.emerging import EmergingConv2d
 from selfnorm.layers.exact import ExactConv2d, ExactLinear
 from selfnorm.layers.exponential import ExpConv2d

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from selfnorm import AffineCoupling, ConditionalAffine
-from selfnorm.layers import coupling
-from selfnorm.layers.network import WIDEST_CHANGE, MatrixAffine, matrix_inverse
+from selfnorm.kernels.coupling.choice import MOST_CHANGED_CHANNELS
 from selfnorm.runtime.precision import PRECISIONS, precision
 
 
@@ -43,8 +42,8 @@ def test_affine_coupling_keeps_the_first_half_and_reads_the_rest_from_it():
     layer, x = shaken(AffineCoupling(5, hidden=4, context_channels=2)), torch.randn(3, 5, 4, 4)
     context = torch.randn(3, 2)
     z, _ = layer(x, context=context)
-    guide = torch.cat([x[:, :2], context[:, :, None, None].expand(3, 2, 4, 4)], dim=1)
-    log_s, t = network_by_hand(layer.affine, guide)
+    network_input = torch.cat([x[:, :2], context[:, :, None, None].expand(3, 2, 4, 4)], dim=1)
+    log_s, t = network_by_hand(layer.affine, network_input)
     assert_close(z[:, :2], x[:, :2])
     assert_close(z[:, 2:], x[:, 2:] * log_s.exp() + t)
 
@@ -136,10 +135,10 @@ def expect_close_to_float64(layer, shape, context_shape, value, device):
 @pytest.mark.parametrize("value", PRECISIONS)
 @pytest.mark.parametrize(("shape", "hidden", "context_channels"), COUPLINGS)
 def test_the_fused_coupling_is_the_plain_one(device, kernels, poisoned, monkeypatch, value, shape, hidden, context_channels):
-    from selfnorm.kernels.coupling import packing
+    from selfnorm.kernels.coupling import affine
 
-    dtypes, pack = [], packing.pack
-    monkeypatch.setattr(packing, "pack", lambda *args: dtypes.append(args[-1]) or pack(*args))
+    dtypes, pack = [], affine.pack_weights
+    monkeypatch.setattr(affine, "pack_weights", lambda *args: dtypes.append(args[-1]) or pack(*args))
     context_shape = (shape[0], context_channels, *shape[2:]) if context_channels else None
     expect_close_to_float64(AffineCoupling(shape[1], hidden, context_channels), shape, context_shape, value, device)
     assert dtypes == [torch.bfloat16 if value == "bf16" else torch.float32]
@@ -150,11 +149,19 @@ def test_a_fused_prior_is_the_plain_one(device, kernels, poisoned, value):
     expect_close_to_float64(ConditionalAffine(3, 2, 9), (2, 3, 4, 3), (2, 2, 4, 3), value, device)
 
 
+def counted_inverses(monkeypatch):
+    """A list to which each call of the fused inverse adds its result."""
+    from selfnorm.kernels.coupling import affine
+
+    calls, original = [], affine.matrix_inverse
+    monkeypatch.setattr(affine, "matrix_inverse", lambda *args: calls.append(original(*args)) or calls[-1])
+    return calls
+
+
 @pytest.mark.parametrize("value", PRECISIONS)
 @pytest.mark.parametrize(("shape", "hidden", "context_channels"), COUPLINGS)
 def test_the_fused_inverse_is_the_plain_one(device, kernels, poisoned, monkeypatch, value, shape, hidden, context_channels):
-    calls = []
-    monkeypatch.setattr(coupling, "matrix_inverse", lambda *args: calls.append(matrix_inverse(*args)) or calls[-1])
+    calls = counted_inverses(monkeypatch)
     layer = decided(AffineCoupling(shape[1], hidden, context_channels)).to(device)
     z = torch.randn(shape, device=device).round()
     context = torch.randn(shape[0], context_channels, *shape[2:], device=device).round() if context_channels else None
@@ -172,11 +179,10 @@ def test_the_fused_inverse_is_the_plain_one(device, kernels, poisoned, monkeypat
 
 @pytest.mark.parametrize("products", [False, True])
 @pytest.mark.parametrize("convolutions", [False, True])
-def test_the_way_back_reads_what_the_way_there_has_read(device, kernels, monkeypatch, products, convolutions):
-    """By convolutions, if products are rounded otherwise, as torch does unless told: the two would read different networks."""
-    calls, layer = [], AffineCoupling(4, hidden=512).float().to(device)
+def test_the_inverse_reads_the_network_that_the_forward_pass_reads(device, kernels, monkeypatch, products, convolutions):
+    """By convolutions if products round differently, as they do by default in torch: the network would not be the same."""
+    calls, layer = counted_inverses(monkeypatch), AffineCoupling(4, hidden=512).float().to(device)
     torch.nn.init.normal_(layer.affine.last.weight, std=0.02)
-    monkeypatch.setattr(coupling, "matrix_inverse", lambda *args: calls.append(matrix_inverse(*args)) or calls[-1])
     x = torch.randn(3, 4, 6, 5).float().to(device)
     with precision("float32"), torch.no_grad():
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = products, convolutions
@@ -240,9 +246,11 @@ def test_a_fused_surrogate_has_no_second_derivative(device, kernels):
 
 @pytest.mark.parametrize("why", ["float64", "autocast", "empty", "wide"])
 def test_what_kernels_cannot_take_is_left_to_the_plain_code(device, kernels, why, monkeypatch):
-    monkeypatch.setattr(coupling, "matrix_inverse", lambda *args: pytest.fail("went to the kernels"))
-    monkeypatch.setattr(MatrixAffine, "apply", lambda *args: pytest.fail("went to the kernels"))
-    layer = shaken(AffineCoupling(2 * (WIDEST_CHANGE + 1) if why == "wide" else 4, hidden=8)).to(device)
+    from selfnorm.kernels.coupling import affine
+
+    monkeypatch.setattr(affine, "matrix_inverse", lambda *args: pytest.fail("went to the kernels"))
+    monkeypatch.setattr(affine.MatrixAffine, "apply", lambda *args: pytest.fail("went to the kernels"))
+    layer = shaken(AffineCoupling(2 * (MOST_CHANGED_CHANNELS + 1) if why == "wide" else 4, hidden=8)).to(device)
     x = torch.randn(0 if why == "empty" else 2, layer.channels, 3, 3, device=device)
     if why != "float64":
         layer, x = layer.float(), x.float()

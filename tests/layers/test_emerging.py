@@ -117,7 +117,7 @@ def test_the_solvers_agree_with_a_substitution(kernel_size, shape, mask, solver)
 @pytest.mark.parametrize("mirrored", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_inverse_in_both_precisions(mask, mirrored, row, monkeypatch, device):
-    monkeypatch.setattr(emerging, "ROW", row)
+    monkeypatch.setattr(emerging, "LONGEST_ROW", row)
     layer, x = made(3, 3, mask, mirrored).to(device), torch.randn(4, 3, 8, 6, device=device)
     assert_close(layer.inverse(layer(x)[0])[0], x, rtol=1e-10, atol=1e-10)
     layer, x = layer.float(), x.float()
@@ -138,8 +138,8 @@ def test_short_rows_are_solved_for_at_once_and_long_ones_by_fronts(monkeypatch):
         original = getattr(emerging, name)
         monkeypatch.setattr(emerging, name, lambda *args, name=name, original=original: called.append(name) or original(*args))
     layer = AutoregressiveConv2d(2)
-    layer.inverse(torch.randn(1, 2, 3, emerging.ROW // 2))
-    layer.inverse(torch.randn(1, 2, 3, emerging.ROW // 2 + 1))
+    layer.inverse(torch.randn(1, 2, 3, emerging.LONGEST_ROW // 2))
+    layer.inverse(torch.randn(1, 2, 3, emerging.LONGEST_ROW // 2 + 1))
     assert called == ["solve_by_rows", "solve_by_fronts"]
 
 
@@ -148,7 +148,7 @@ def test_short_rows_are_solved_for_at_once_and_long_ones_by_fronts(monkeypatch):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("kernel_size", [(3, 3), (5, 3)])
 def test_the_inverses_gradient_is_that_of_a_dense_solve(kernel_size, mask, mirrored, row, monkeypatch):
-    monkeypatch.setattr(emerging, "ROW", row)
+    monkeypatch.setattr(emerging, "LONGEST_ROW", row)
     layer, z = made(2, kernel_size, mask, mirrored), torch.randn(3, 2, 5, 4, requires_grad=True)
     weights = torch.randn_like(z)
     T = dense_matrix(kernel(layer), (5, 4), Geometry())
@@ -188,11 +188,11 @@ def test_second_derivatives_and_transforms_of_the_inverse():
 
 
 def _with_row(row, function, *arguments):
-    kept, emerging.ROW = emerging.ROW, row
+    kept, emerging.LONGEST_ROW = emerging.LONGEST_ROW, row
     try:
         return function(*arguments)
     finally:
-        emerging.ROW = kept
+        emerging.LONGEST_ROW = kept
 
 
 @pytest.mark.parametrize("mix", [True, False])
@@ -290,5 +290,5 @@ def test_a_substitution_that_overflows_is_not_blamed_on_its_input():
     with torch.no_grad():
         layer.weight.fill_(1e9)
         layer.weight[0, 0, 1, 1] = 1.0
-    with pytest.raises(ValueError, match=r"AutoregressiveConv2d\(1.*taps beside the centre outweigh it"):
+    with pytest.raises(ValueError, match=r"AutoregressiveConv2d\(1.*other taps outweigh the centre"):
         layer.inverse(torch.ones(1, 1, 40, 40))

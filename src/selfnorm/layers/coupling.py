@@ -1,4 +1,4 @@
-"""Affine maps whose scale and shift a small network reads from elsewhere: a context, or half of the channels."""
+"""Affine maps whose scale and shift a small network computes from other values: a context, or half of the channels."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection, Surrogate
-from selfnorm.layers.elementwise import sum_event
-from selfnorm.layers.network import MatrixAffine, Weights, fusable, matrix_inverse, read, reads_alike
+from selfnorm.kernels.coupling.choice import NetworkWeights, coupling_kernels_fit
+from selfnorm.layers.coupling_network import products_round_like_convolutions, scale_and_shift
+from selfnorm.layers.events import sum_event
 from selfnorm.runtime.checks import count, describe, expect_like, expect_shape
 from selfnorm.runtime.precision import networks_in_bf16
 
 
 class ConditionalAffine(Bijection):
-    """z = x·exp(log s) + t with log s and t read from a context image: log s = 2·tanh(h/2) is within ±2.
+    """z = x·exp(log s) + t with log s and t computed from a context image: log s = 2·tanh(h/2) is within ±2.
 
-    The network is Glow's: 3×3 → ReLU → 1×1 → ReLU → 3×3, `hidden` wide, whose last layer starts at zero, so that the map
+    The network is Glow's: 3×3 → ReLU → 1×1 → ReLU → 3×3, `hidden` wide. Its last layer starts at zero, so that the map
     starts as the identity. x: (N, channels, H, W); context: (N, context_channels, H, W).
     """
 
@@ -37,45 +38,48 @@ class ConditionalAffine(Bijection):
         return f"{self.channels}, context_channels={self.context_channels}, hidden={self.hidden}"
 
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        log_scale, shift = self._read(x, context)
+        log_scale, shift = self._scale_and_shift(x, context)
         return x * log_scale.exp() + shift, sum_event(log_scale)
 
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        log_scale, shift = self._read(z, context)
+        log_scale, shift = self._scale_and_shift(z, context)
         return (z - shift) * (-log_scale).exp(), -sum_event(log_scale)
 
     def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
         expect_shape(self, z, self.channels, "H", "W")
         context = expect_context(self, context, self.context_channels, z)
         weights = self.weights()
-        if torch.is_grad_enabled() or not (reads_alike() and fusable(weights, z, context)):
+        if torch.is_grad_enabled() or not _inverse_kernels_fit(weights, z, context):
             return super().approx_inverse(z, context=context)
+        from selfnorm.kernels.coupling.affine import matrix_inverse
+
         return matrix_inverse(z, context, weights)
 
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
         expect_shape(self, x, self.channels, "H", "W")
         context = expect_context(self, context, self.context_channels, x)
         weights = self.weights()
-        if not fusable(weights, x, context):
+        if not coupling_kernels_fit(weights, x, context):
             return super().surrogate(x, context=context)
-        z, log_det = MatrixAffine.apply(x, context, networks_in_bf16(), *weights)
-        return Surrogate.exact(z, log_det)
+        from selfnorm.kernels.coupling.affine import MatrixAffine
 
-    def weights(self) -> Weights:
-        """The network's parameters, in the order that they are used in."""
+        return Surrogate.exact(*MatrixAffine.apply(x, context, networks_in_bf16(), *weights))
+
+    def weights(self) -> NetworkWeights:
+        """The network's parameters, in the order in which they are used."""
         convolutions = (self.network[0], self.network[2], self.last)
-        return Weights._make([*(part for each in convolutions for part in (each.weight, each.bias)), self.last_log_scale])
+        return NetworkWeights._make([*(part for each in convolutions for part in (each.weight, each.bias)), self.last_log_scale])
 
-    def _read(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _scale_and_shift(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         expect_shape(self, x, self.channels, "H", "W")
-        return read(self.weights(), expect_context(self, context, self.context_channels, x))
+        return scale_and_shift(self.weights(), expect_context(self, context, self.context_channels, x))
 
 
 class AffineCoupling(Bijection):
-    """The first half of the channels stays and says how the other half is scaled and shifted (Dinh et al., 2017; Glow).
+    """Keeps the first half of the channels, and scales and shifts the other half as a function of it (Dinh et al., 2017; Glow).
 
-    With `context_channels`, a context of that many channels, (N, context_channels, H, W) or (N, context_channels) for the whole
-    image, is read beside the first half.
+    With `context_channels`, the network also reads a context: (N, context_channels, H, W), or (N, context_channels) for the whole
+    image.
 
     >>> layer = AffineCoupling(4, hidden=8)
     >>> z, log_det = layer(torch.randn(5, 4, 6, 6))
@@ -97,35 +101,38 @@ class AffineCoupling(Bijection):
         return f"{self.channels}, hidden={self.affine.hidden}, context_channels={self.context_channels}"
 
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        stay, change, guide = self._split(x, context)
-        change, log_det = self.affine(change, context=guide)
+        stay, change, network_input = self._split(x, context)
+        change, log_det = self.affine(change, context=network_input)
         return torch.cat([stay, change], dim=1), log_det
 
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        stay, change, guide = self._split(z, context)
-        change, log_det = self.affine.inverse(change, context=guide)
+        stay, change, network_input = self._split(z, context)
+        change, log_det = self.affine.inverse(change, context=network_input)
         return torch.cat([stay, change], dim=1), log_det
 
     def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
-        stay, change, guide = self._split(z, context)
+        stay, change, network_input = self._split(z, context)
         weights = self.affine.weights()
-        if self.context_channels or torch.is_grad_enabled() or not (reads_alike() and fusable(weights, z, guide)):
-            return torch.cat([stay, self.affine.approx_inverse(change, context=guide)], dim=1)
+        if self.context_channels or torch.is_grad_enabled() or not _inverse_kernels_fit(weights, z, network_input):
+            return torch.cat([stay, self.affine.approx_inverse(change, context=network_input)], dim=1)
+        from selfnorm.kernels.coupling.affine import matrix_inverse
+
         return matrix_inverse(z, None, weights)
 
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
-        stay, change, guide = self._split(x, context)
+        stay, change, network_input = self._split(x, context)
         weights = self.affine.weights()
-        if not fusable(weights, x, guide):
+        if not coupling_kernels_fit(weights, x, network_input):
             return super().surrogate(x, context=context)
+        from selfnorm.kernels.coupling.affine import MatrixAffine
+
         if not self.context_channels:
-            z, log_det = MatrixAffine.apply(x, None, networks_in_bf16(), *weights)
-        else:
-            change, log_det = MatrixAffine.apply(change, guide, networks_in_bf16(), *weights)
-            z = torch.cat([stay, change], dim=1)
-        return Surrogate.exact(z, log_det)
+            return Surrogate.exact(*MatrixAffine.apply(x, None, networks_in_bf16(), *weights))
+        change, log_det = MatrixAffine.apply(change, network_input, networks_in_bf16(), *weights)
+        return Surrogate.exact(torch.cat([stay, change], dim=1), log_det)
 
     def _split(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The half that stays, the half that changes, and the network's input."""
         expect_shape(self, x, self.channels, "H", "W")
         stay, change = x[:, : self.channels // 2], x[:, self.channels // 2 :]
         if not self.context_channels:
@@ -133,8 +140,13 @@ class AffineCoupling(Bijection):
         return stay, change, torch.cat([stay, expect_context(self, context, self.context_channels, x)], dim=1)
 
 
+def _inverse_kernels_fit(weights: NetworkWeights, z: Tensor, network_input: Tensor) -> bool:
+    """Whether kernels can compute the inverse, and round as the plain forward pass does."""
+    return products_round_like_convolutions() and coupling_kernels_fit(weights, z, network_input)
+
+
 def expect_context(layer: nn.Module, context: Tensor | None, channels: int, x: Tensor) -> Tensor:
-    """The context as an image beside x; a vector for the whole image is spread over it."""
+    """The context as an image of x's size; a vector for the whole image is expanded to it."""
     if context is not None and context.dim() == 2:
         context = context[:, :, None, None].expand(-1, -1, *x.shape[2:])
     expected = (x.shape[0], channels, *x.shape[2:])

@@ -19,20 +19,20 @@ from selfnorm.runtime.autograd import in_full_precision
 from selfnorm.runtime.checks import count, describe, expect_like, expect_shape
 
 Mask = Literal["quadrant", "raster"]
-# Images whose rows hold at most so many values, C·W, are solved for by rows, others by fronts. On one CPU core rows take 0.35
-# to 1 of the fronts' time up to there (1.3 for 1×64×64 at batch 100), and 1.1 to 1.6 of it at batch 100 from 96 values on.
-ROW = 64
+# Images are solved by rows if a row has at most this many values, C·W, and by fronts otherwise. On one CPU core rows take 0.35
+# to 1 of the fronts' time up to this length (1.3 for 1×64×64 at batch 100), and 1.1 to 1.6 of it at batch 100 from 96 values on.
+LONGEST_ROW = 64
 
 
 class AutoregressiveConv2d(Bijection):
-    """z = w ⋆ x + b with T(w) triangular: each value reads itself and what comes after it, pixel by pixel, then by channel.
+    """z = w ⋆ x + b with T(w) triangular: each output reads its own input and later ones, ordered by pixel, then by channel.
 
-    Of the pixels after, mask "quadrant" reads those that are neither above nor to the left, and "raster" all that follow in
-    reading order. `mirrored` turns the order round, in space and in channels. log|det| = H·W·Σ_c log|w[c, c, centre]|.
+    With mask "quadrant", later pixels are those neither above nor to the left; with "raster", all that follow in reading order.
+    `mirrored` reverses the order, in space and in channels. log|det| = H·W·Σ_c log|w[c, c, centre]|.
     Parameters: weight (C, C, kh, kw), the identity's kernel + Xavier-normal noise of gain 0.01 at first, of which only the
-    entries in the mask count; bias (C,). `inverse` is a substitution in float64, at a convolution's cost, that takes H + W − 1
-    rounds one after another, or (kw//2 + 1)·(H − 1) + W with "raster", or H where rows are short. Its error can grow
-    exponentially with the image's sides, if the other taps outweigh the centre.
+    entries in the mask count; bias (C,). `inverse` is a substitution in float64 at the cost of a convolution. It takes H + W − 1
+    sequential rounds, (kw//2 + 1)·(H − 1) + W with "raster", or H if rows are short. Its error can grow exponentially with the
+    image's sides if the other taps outweigh the centre.
 
     >>> layer = AutoregressiveConv2d(2, 3)
     >>> x = torch.randn(5, 2, 6, 4)
@@ -82,12 +82,12 @@ class AutoregressiveConv2d(Bijection):
         self._check_input(z)
         log_det = -self._exact_log_det(z)
         if z.shape[0] == 0:
-            return z, log_det  # there is nothing to solve
+            return z, log_det  # nothing to solve
         x = AutoregressiveSolve.apply(widen(z - self._broadcast_bias()), widen(self._kernel()), self.mirrored, self.mask).to(z)
         if not torch.isfinite(x.sum()) and torch.isfinite(z.sum()) and torch.isfinite(self.weight.sum()):
             raise ValueError(
                 f"{describe(self)}: expected an inverse that {z.dtype} can hold, got non-finite values from finite ones: the "
-                "taps beside the centre outweigh it, and errors grow exponentially along the image"
+                "other taps outweigh the centre, and errors grow exponentially along the image"
             )
         return x, log_det
 
@@ -98,7 +98,7 @@ class AutoregressiveConv2d(Bijection):
             from selfnorm.kernels.conv.plain import FusedConv
 
             return Surrogate.exact(*FusedConv.apply(x, self.weight, self.bias, "triangular", self.taps))
-        return Surrogate.exact(self._apply_weight(x), _log_abs_det(self._diagonal(), x))
+        return Surrogate.exact(self._apply_weight(x), _triangular_log_det(self._diagonal(), x))
 
     def _check_input(self, x: Tensor) -> None:
         expect_shape(self, x, self.channels, "H", "W")
@@ -114,7 +114,7 @@ class AutoregressiveConv2d(Bijection):
         return convolve(x, self._kernel(), PLAIN) + self._broadcast_bias()
 
     def _diagonal(self) -> Tensor:
-        """T(w)'s diagonal, once: it is the same at every pixel."""
+        """T(w)'s diagonal at one pixel (C,); it is the same at every pixel."""
         return self.weight[:, :, self.kernel_size[0] // 2, self.kernel_size[1] // 2].diagonal()
 
     def _exact_log_det(self, x: Tensor) -> Tensor:
@@ -125,15 +125,15 @@ class AutoregressiveConv2d(Bijection):
                 f"{describe(self)}: expected an invertible weight, got a singular one ({zeros} of {diagonal.numel()} entries "
                 "on the diagonal of its centre are 0); it has no exact inverse and no finite log-determinant"
             )
-        return _log_abs_det(widen(diagonal), x)
+        return _triangular_log_det(widen(diagonal), x)
 
 
 class EmergingConv2d(Chain):
-    """A k×k convolution by triangular parts: two autoregressive ones with opposite masks, a 1×1 before them with `mix`.
+    """A k×k convolution made of triangular parts: two autoregressive ones with opposite masks, after a 1×1 if `mix`.
 
-    With mask "quadrant" the two together read the k×k pixels around each, in all channels; with "raster" also some beside them.
-    The parts are a `Conv1x1` and two `AutoregressiveConv2d`, the last of which has a bias; log-determinants are exact and cost
-    O(C³), and `inverse` undoes one part after another. Hoogeboom et al. (2019), "Emerging convolutions for generative
+    With mask "quadrant" the two together read the k×k pixels around each pixel, in all channels; with "raster" also some next to
+    them. The parts are a `Conv1x1` and two `AutoregressiveConv2d`, the last of which has a bias. Log-determinants are exact and
+    cost O(C³), and `inverse` inverts one part after another. Hoogeboom et al. (2019), "Emerging convolutions for generative
     normalizing flows".
 
     >>> layer = EmergingConv2d(2)
@@ -161,7 +161,7 @@ class EmergingConv2d(Chain):
 class AutoregressiveSolve(torch.autograd.Function):
     """T(w)⁻¹z for a masked kernel, z (N, C, H, W): differentiable in z and w, any number of times.
 
-    The gradient for z is one more solve, since T(w)ᵀ = T(flip w) is autoregressive too, the other way round.
+    The gradient for z is one more solve, since T(w)ᵀ = T(flip w) is autoregressive too, in the opposite order.
     """
 
     generate_vmap_rule = True
@@ -170,7 +170,7 @@ class AutoregressiveSolve(torch.autograd.Function):
     def forward(z: Tensor, w: Tensor, mirrored: bool, mask: Mask) -> Tensor:
         if mirrored:
             z, w = z.flip(1, 2, 3), w.flip(0, 1, 2, 3)
-        x = solve_by_rows(z, w) if z.shape[1] * z.shape[3] <= ROW else solve_by_fronts(z, w, mask)
+        x = solve_by_rows(z, w) if z.shape[1] * z.shape[3] <= LONGEST_ROW else solve_by_fronts(z, w, mask)
         return x.flip(1, 2, 3) if mirrored else x.contiguous()
 
     @staticmethod
@@ -187,29 +187,29 @@ class AutoregressiveSolve(torch.autograd.Function):
 
 
 def solve_by_rows(z: Tensor, w: Tensor) -> Tensor:
-    """T(w)⁻¹z for either mask, not mirrored: an image's row at a time, from the last to the first.
+    """T(w)⁻¹z for either mask, not mirrored: one row of the images at a time, from the last to the first.
 
-    With T_k from the row that is k further down, row i is T_0⁻¹(z_i − Σ_k T_k x_{i+k}): one product and one triangular solve
-    for each. Cost: O(N·H·(CW)²·kh).
+    If T_k maps the row k further down, row i is T_0⁻¹(z_i − Σ_k T_k x_{i+k}): one product and one triangular solve for each
+    row. Cost: O(N·H·(CW)²·kh).
     """
     n, channels, height, width = z.shape
-    reach, row = w.shape[2] // 2, channels * width
+    below, row = w.shape[2] // 2, channels * width
     # All T_k at once, as the groups of one convolution of rows, then from (C, W) to (W, C) order, in which T_0 is triangular.
-    kernels = w[:, :, reach:].permute(2, 0, 1, 3).reshape(-1, channels, 1, w.shape[3])
-    matrices = conv_matrix(kernels, (1, width), Geometry(groups=reach + 1))
-    matrices = matrices.reshape(reach + 1, channels, width, channels, width).permute(2, 1, 0, 4, 3).reshape(row, reach + 1, row)
-    own, after = matrices[:, 0], matrices[:, 1:].reshape(row, reach * row)
-    x = torch.cat([z.permute(2, 3, 1, 0).reshape(height, row, n), z.new_zeros(reach, row, n)])
+    kernels = w[:, :, below:].permute(2, 0, 1, 3).reshape(-1, channels, 1, w.shape[3])
+    matrices = conv_matrix(kernels, (1, width), Geometry(groups=below + 1))
+    matrices = matrices.reshape(below + 1, channels, width, channels, width).permute(2, 1, 0, 4, 3).reshape(row, below + 1, row)
+    own, after = matrices[:, 0], matrices[:, 1:].reshape(row, below * row)
+    x = torch.cat([z.permute(2, 3, 1, 0).reshape(height, row, n), z.new_zeros(below, row, n)])
     for i in reversed(range(height)):
-        rest = torch.addmm(x[i], after, x[i + 1 : i + 1 + reach].reshape(reach * row, n), alpha=-1)
+        rest = torch.addmm(x[i], after, x[i + 1 : i + 1 + below].reshape(below * row, n), alpha=-1)
         x[i] = torch.linalg.solve_triangular(own, rest, upper=True)
     return x[:height].reshape(height, width, channels, n).permute(3, 2, 0, 1)
 
 
 def solve_by_fronts(z: Tensor, w: Tensor, mask: Mask) -> Tensor:
-    """T(w)⁻¹z, not mirrored: front by front of pixels that do not read each other, from the last to the first.
+    """T(w)⁻¹z, not mirrored: one front of pixels that do not read each other at a time, from the last to the first.
 
-    Pixels (i, j) with equal i + j make a front, or with equal (kw//2 + 1)·i + j for mask "raster". With the centre's inverse
+    Pixels (i, j) with equal i + j form a front, or with equal (kw//2 + 1)·i + j for mask "raster". With the centre's inverse
     folded into z and the other taps, a front is one gather, one product and one sum. Cost: O(N·HW·C²·kh·kw).
     """
     n, channels, height, width = z.shape
@@ -219,7 +219,7 @@ def solve_by_fronts(z: Tensor, w: Tensor, mask: Mask) -> Tensor:
     centre = w[:, :, rows, columns]
     pull = torch.linalg.solve_triangular(centre, w[:, :, k, m].flatten(1), upper=True)  # (C, C·taps)
     alone = torch.linalg.solve_triangular(centre, z.permute(1, 2, 3, 0).reshape(channels, -1), upper=True)
-    # (C, pixels, N) by fronts, so that each is a slice; the zeros at the end are what is read beyond the border.
+    # (C, pixels, N) ordered by front, so that each is a slice; the zeros at the end stand for pixels beyond the border.
     x = torch.cat([alone.reshape(channels, height * width, n)[:, order], alone.new_zeros(channels, 1, n)], dim=1)
     start = 0
     for size in sizes:
@@ -233,7 +233,7 @@ def solve_by_fronts(z: Tensor, w: Tensor, mask: Mask) -> Tensor:
 def _fronts(
     size: tuple[int, int], kernel_size: tuple[int, int], mask: Mask
 ) -> tuple[Tensor, list[int], Tensor, tuple[Tensor, Tensor]]:
-    """The pixels in order of solution, the fronts' sizes, the places in that order that they read (taps, pixels), the taps."""
+    """The pixels in order of solution, the fronts' sizes, the positions in that order that each pixel reads, and the taps."""
     rows, columns = kernel_size[0] // 2, kernel_size[1] // 2
     after = autoregressive_taps(1, kernel_size, mask)[0, 0]
     after[rows, columns] = False
@@ -247,7 +247,7 @@ def _fronts(
 
 
 def autoregressive_taps(channels: int, kernel_size: tuple[int, int], mask: Mask) -> Tensor:
-    """Which entries of a kernel (C, C, kh, kw) make T(w) upper triangular, pixel by pixel, then by channel."""
+    """A mask (C, C, kh, kw) of the kernel entries for which T(w) is upper triangular, ordered by pixel, then by channel."""
     down = torch.arange(kernel_size[0])[:, None] - kernel_size[0] // 2
     right = torch.arange(kernel_size[1]) - kernel_size[1] // 2
     after = (down >= 0) & (right >= 0) if mask == "quadrant" else (down > 0) | ((down == 0) & (right > 0))
@@ -256,5 +256,6 @@ def autoregressive_taps(channels: int, kernel_size: tuple[int, int], mask: Mask)
     return taps
 
 
-def _log_abs_det(diagonal: Tensor, x: Tensor) -> Tensor:
+def _triangular_log_det(diagonal: Tensor, x: Tensor) -> Tensor:
+    """log|det T(w)| for each example of x (N,), given T(w)'s diagonal at one pixel."""
     return (x.shape[2] * x.shape[3] * diagonal.abs().log().sum()).to(x).repeat(x.shape[0])

@@ -26,9 +26,9 @@ class ConvExponential(Bijection):
     """z = exp(T(k))x + b = x + k ⋆ x + k ⋆ k ⋆ x / 2! + … + b with k = w·min(1, 0.9/σ(w)), σ(w) ≥ ‖T(w)‖ (see `norm_bound`).
 
     log_det = HW·Σ_c k[c, c, centre], the trace of T(k), is exact for the whole series. `forward` and `inverse` (the same with
-    −k) sum 13 terms, which leaves rounding; `surrogate` sums 6. Parameters: weight (C, C, kh, kw), Xavier-normal noise of gain
-    0.01 at first, which makes the map nearly the identity; bias (C,). Takes images of any size, and since ‖T(w)‖ grows with
-    that, the k of a large w depends on it a little. Cost: a convolution a term, and O(HW·C³) for σ.
+    −k) sum 13 terms, which leaves only rounding; `surrogate` sums 6. Parameters: weight (C, C, kh, kw), Xavier-normal noise of
+    gain 0.01 at first, which makes the map nearly the identity; bias (C,). Takes images of any size. Since ‖T(w)‖ grows with the
+    size, the k of a large w depends on it a little. Cost: one convolution for each term, and O(HW·C³) for σ.
     Hoogeboom et al. (2020), "The Convolution Exponential and Generalized Sylvester Flows".
 
     >>> layer = ConvExponential(2, 3)
@@ -92,9 +92,9 @@ class ConvExponential(Bijection):
 
 
 class ExpConv2d(Chain):
-    """z = exp(T(k))(Wx + a) + b: a `Conv1x1`, since an exponential of small norm hardly mixes channels, and `ConvExponential`.
+    """z = exp(T(k))(Wx + a) + b: a `Conv1x1`, since an exponential of small norm hardly mixes channels, and a `ConvExponential`.
 
-    mix:  whether the 1×1 is there. Its C × C matrix is all that a training step factorises. Hoogeboom et al. (2020).
+    mix:  whether to include the 1×1. Its C × C matrix is all that a training step factorises. Hoogeboom et al. (2020).
 
     >>> layer = ExpConv2d(2, 3)
     >>> layer.surrogate(torch.randn(5, 2, 6, 4)).z.shape
@@ -107,19 +107,19 @@ class ExpConv2d(Chain):
 
 
 def norm_bound(w: Tensor, size: tuple[int, int], squarings: int = SQUARINGS) -> Tensor:
-    """σ(w) ≥ ‖T(w)‖ for a zero-padded convolution of images of a size; differentiable, and never reads the device.
+    """σ(w) ≥ ‖T(w)‖ for a zero-padded convolution of images of the given size; differentiable, and never reads the device.
 
-    T(w) is cut out of the circular convolution on a torus so large that nothing wraps round into the image, H + ⌊kh/2⌋ by
+    T(w) is cut out of the circular convolution on a torus so large that nothing wraps around into the image, H + ⌊kh/2⌋ by
     W + ⌊kw/2⌋. So its norm is at most the circular one's, the largest ‖ŵ(ω)‖ of the Fourier symbols ŵ(ω), C × C. The gap closes
     as images grow: for 3×3 kernels it was 4 to 11 % on 7×7 images and under 1 % on 28×28. ‖ŵ‖ itself is bounded by the Schatten
     norm (tr (ŵ*ŵ)^p)^(1/2p), p = 2^squarings = 256, at most C^(1/512) times too large, under 1 % up to 150 channels. All of
     it is matrix products: O(HW·C³).
 
-    Power iteration, which others use, finds lower bounds, and slowly, since the largest singular values lie close together.
-    When Adam at 1e-3 drove a kernel against the limit, the norm stood up to 14 % above it with 1 iteration after each step and
-    up to 4 % with 16; held by this bound, it stood 1 to 2 % below (`benchmarks/norm.py`).
+    Power iteration, the usual choice, finds lower bounds, and slowly, since the largest singular values lie close together.
+    When Adam at 1e-3 drove a kernel against the limit, the norm was up to 14 % above it with 1 iteration after each step and up
+    to 4 % with 16; with this bound it was 1 to 2 % below (`benchmarks/norm.py`).
     """
-    # Half of the frequencies: the others' symbols are complex conjugates. That the kernel's centre is not at 0 is but a phase.
+    # Half of the frequencies: the other symbols are complex conjugates. That the kernel's centre is not at 0 is only a phase.
     symbols = torch.fft.rfft2(w, s=_torus(w, size)).flatten(2).permute(2, 0, 1)  # (frequencies, C, C)
     with torch.no_grad():
         worst = _schatten(symbols, squarings).argmax(0, keepdim=True)

@@ -1,4 +1,4 @@
-"""Bijections that only move elements about: squeeze, flatten, and the split of a multiscale flow."""
+"""Bijections that only rearrange elements: squeeze, flatten, and the split of a multiscale flow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from selfnorm.runtime.step import current_step
 
 
 class Squeeze(Bijection):
-    """Space into channels: (N, C, H, W) → (N, C·f², H/f, W/f), each f × f patch of a channel becoming f² channels."""
+    """Moves space into channels: (N, C, H, W) → (N, C·f², H/f, W/f). Each f × f patch of a channel becomes f² channels."""
 
     def __init__(self, factor: int = 2) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Squeeze(Bijection):
 
 
 class Flatten(Bijection):
-    """(N, *shape) → (N, D). Given no shape, it takes any and goes back to the last one that it saw."""
+    """(N, *shape) → (N, D). Without a shape it takes any, and `inverse` returns to the last shape seen."""
 
     def __init__(self, shape: int | Sequence[int] | None = None) -> None:
         super().__init__()
@@ -73,14 +73,14 @@ class Flatten(Bijection):
 
 
 class Split(Bijection):
-    """Half of the channels go on through `rest`; the other half is done, and leaves. The latent is one flat vector.
+    """Sends half of the channels through `rest` and factors out the other half. The latent is one flat vector.
 
-    The half that leaves goes through `prior`, if given: a bijection whose context is the half that stays; the caller's own
-    context is for `rest`. So the whole is a plain bijection x → [flatten(rest(x₁)), flatten(prior(x₂ | x₁))], and one Jacobian
-    says all. Takes an even number of channels.
+    The half that is factored out goes through `prior`, if given: a bijection whose context is the half that stays. The caller's
+    context goes to `rest`. The whole is a bijection x → [flatten(rest(x₁)), flatten(prior(x₂ | x₁))] with one Jacobian. Takes an
+    even number of channels.
 
-    End `rest` with `Flatten(shape)` and the way back is known from the start. If its latent is not flat, the way back takes the
-    shape that was last seen on the way there.
+    If `rest` ends with `Flatten(shape)`, `inverse` knows the shape from the start. If its latent is not flat, `inverse` uses the
+    shape that the last forward pass saw.
 
     >>> from selfnorm import Chain
     >>> split = Split(Chain(Squeeze()))

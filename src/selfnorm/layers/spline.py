@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +11,12 @@ from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection, Surrogate
 from selfnorm.kernels.dispatch import usable
-from selfnorm.layers.elementwise import sum_event
-from selfnorm.runtime.autograd import refuse_second_derivative
+from selfnorm.layers.events import sum_event
 from selfnorm.runtime.checks import count, event_shape, expect_shape
 
-# The smallest share of the interval that a bin may take in x or in z, and the smallest slope at a knot.
-SMALLEST = 1e-3
-# The fused kernel holds an element's knots in registers, where there is no room for more than these.
+# The smallest share of the interval that a bin can take in x or in z, and the smallest slope at a knot.
+SPLINE_MINIMUM = 1e-3
+# The fused kernel holds an element's knots in registers, which have no room for more.
 MOST_FUSED_BINS = 16
 
 
@@ -26,7 +24,7 @@ class SplineActivation(Bijection):
     """A monotone rational-quadratic spline on [−bound, bound] for each element, the identity outside; analytic inverse.
 
     Parameters: widths, heights (*shape, bins) and slopes (*shape, bins − 1), raw and 0.01·N(0, 1) at first, which is close to the
-    identity. The bins' widths and heights are a softmax of theirs, the inner knots' slopes a softplus; the end slopes are 1, so
+    identity. Bins have a softmax of these as widths and heights, and inner knots a softplus as slopes; the end slopes are 1, so
     that the map is smooth where the tails begin.
 
     >>> layer = SplineActivation((2, 4, 4))
@@ -40,8 +38,8 @@ class SplineActivation(Bijection):
         super().__init__()
         self.shape = event_shape("SplineActivation", shape)
         self.bins = count("SplineActivation", "bins", bins)
-        if bins * SMALLEST >= 1:
-            raise ValueError(f"SplineActivation: expected fewer than {1 / SMALLEST:g} bins, got {bins}")
+        if bins * SPLINE_MINIMUM >= 1:
+            raise ValueError(f"SplineActivation: expected fewer than {1 / SPLINE_MINIMUM:g} bins, got {bins}")
         if not 0 < bound < math.inf:
             raise ValueError(f"SplineActivation: expected a finite bound above 0, got {bound}")
         self.bound = bound
@@ -55,7 +53,7 @@ class SplineActivation(Bijection):
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         expect_shape(self, x, *self.shape)
         inside = x.abs() < self.bound
-        at = torch.where(inside, x, 0)  # outside the result is not used, but must not make a gradient NaN
+        at = torch.where(inside, x, 0)  # results outside are not used, but must not turn a gradient into NaN
         knots_x, knots_z, slopes = self._knots()
         left, bottom, width, height, slope, next_slope = self._bin(at, knots_x, knots_x, knots_z, slopes)
         t = (at - left) / width
@@ -70,8 +68,9 @@ class SplineActivation(Bijection):
         expect_shape(self, x, *self.shape)
         if not self._fusable(x):
             return super().surrogate(x, context=context)
-        z, log_det = _FusedSpline.apply(x, self.widths, self.heights, self.slopes, self.bound)
-        return Surrogate.exact(z, log_det)
+        from selfnorm.kernels.elementwise.spline import FusedSpline
+
+        return Surrogate.exact(*FusedSpline.apply(x, self.widths, self.heights, self.slopes, self.bound, SPLINE_MINIMUM))
 
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         expect_shape(self, z, *self.shape)
@@ -82,7 +81,7 @@ class SplineActivation(Bijection):
         mean_slope = height / width
         bend = slope + next_slope - 2 * mean_slope
         rise = at - bottom
-        # z as a function of t is a ratio of quadratics, so t solves a·t² + b·t + c = 0; this root's form cancels nothing.
+        # z as a function of t is a ratio of quadratics, so t solves a·t² + b·t + c = 0; this root avoids cancellation.
         a = height * (mean_slope - slope) + rise * bend
         b = height * slope - rise * bend
         c = -mean_slope * rise
@@ -97,7 +96,7 @@ class SplineActivation(Bijection):
             return super().approx_inverse(z, context=context)
         from selfnorm.kernels.elementwise.spline import spline_inverse
 
-        return spline_inverse(*_flat(z, self.widths, self.heights, self.slopes), self.bound, SMALLEST).view(z.shape)
+        return spline_inverse(z, self.widths, self.heights, self.slopes, self.bound, SPLINE_MINIMUM)
 
     def _fusable(self, x: Tensor) -> bool:
         slopes = self.slopes if self.bins > 1 else None
@@ -105,15 +104,15 @@ class SplineActivation(Bijection):
 
     def _knots(self) -> tuple[Tensor, Tensor, Tensor]:
         """The knots in x and in z and the slopes there, each (*shape, bins + 1)."""
-        # softplus(raw + offset) is about 1 − SMALLEST for a raw slope near 0
-        offset = math.log(math.expm1(1 - SMALLEST))
-        slopes = F.pad(SMALLEST + F.softplus(self.slopes + offset), (1, 1), value=1.0)
+        # softplus(raw + offset) is about 1 − SPLINE_MINIMUM for a raw slope near 0
+        offset = math.log(math.expm1(1 - SPLINE_MINIMUM))
+        slopes = F.pad(SPLINE_MINIMUM + F.softplus(self.slopes + offset), (1, 1), value=1.0)
         return self._edges(self.widths), self._edges(self.heights), slopes
 
     def _edges(self, raw: Tensor) -> Tensor:
-        shares = SMALLEST + (1 - SMALLEST * self.bins) * torch.softmax(raw, dim=-1)
+        shares = SPLINE_MINIMUM + (1 - SPLINE_MINIMUM * self.bins) * torch.softmax(raw, dim=-1)
         inner = 2 * self.bound * shares[..., :-1].cumsum(-1) - self.bound
-        # The last edge is put in by hand: the shares' sum is only 1 to rounding.
+        # The last edge is exact, while the sum of the shares is 1 only up to rounding.
         return F.pad(F.pad(inner, (1, 0), value=-self.bound), (0, 1), value=self.bound)
 
     def _bin(self, value: Tensor, edges: Tensor, knots_x: Tensor, knots_z: Tensor, slopes: Tensor) -> tuple[Tensor, ...]:
@@ -130,39 +129,3 @@ def _log_slope(t: Tensor, mean_slope: Tensor, slope: Tensor, next_slope: Tensor,
     """log dz/dx at the position t in [0, 1] within a bin."""
     numerator = next_slope * t * t + 2 * mean_slope * t * (1 - t) + slope * (1 - t) * (1 - t)
     return 2 * mean_slope.log() + numerator.log() - 2 * denominator.log()
-
-
-class _FusedSpline(torch.autograd.Function):
-    """x (N, *shape), raw widths, heights (*shape, bins), slopes (*shape, bins − 1), bound -> z, log_det (N,).
-
-    One kernel forward, one backward, and nothing kept between them but what went in.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, widths: Tensor, heights: Tensor, slopes: Tensor, bound: float) -> tuple[Tensor, Tensor]:
-        from selfnorm.kernels.elementwise.spline import spline
-
-        ctx.save_for_backward(x, widths, heights, slopes)
-        ctx.bound = bound
-        z, log_det = spline(*_flat(x, widths, heights, slopes), bound, SMALLEST)
-        return z.view(x.shape), log_det
-
-    @staticmethod
-    def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
-        refuse_second_derivative()
-        from selfnorm.kernels.elementwise.spline import spline_backward
-
-        x, widths, heights, slopes = ctx.saved_tensors
-        flat = _flat(x, widths, heights, slopes)
-        grads = spline_backward(*flat, ctx.bound, SMALLEST, grad_z.reshape(flat[0].shape).contiguous(), grad_log_det)
-        grad_x, grad_widths, grad_heights, grad_slopes = (
-            grad.view(like.shape) for grad, like in zip(grads, ctx.saved_tensors, strict=True)
-        )
-        return grad_x, grad_widths, grad_heights, grad_slopes, None
-
-
-def _flat(x: Tensor, widths: Tensor, heights: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same as (N, E), (E, bins) twice and (E, bins − 1), contiguous."""
-    elements = x[0].numel()
-    widths, heights, slopes = (value.reshape(elements, value.shape[-1]).contiguous() for value in (widths, heights, slopes))
-    return x.reshape(-1, elements).contiguous(), widths, heights, slopes

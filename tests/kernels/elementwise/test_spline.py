@@ -9,7 +9,7 @@ from selfnorm import SplineActivation
 from selfnorm.kernels.dispatch import used_on
 
 pytest.importorskip("triton")  # which the next two import
-from selfnorm.kernels.elementwise import activation
+from selfnorm.kernels.elementwise import shared
 from selfnorm.kernels.elementwise import spline as kernel
 
 pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
@@ -80,10 +80,10 @@ def test_smooth_and_sharp_splines(device, scale, bound, slack):
 
 def test_tiles_of_big_batches(device, monkeypatch):
     """As if a GPU were full with one program: several tiles in each, forward and backward."""
-    for module in (activation, kernel):
+    for module in (shared, kernel):
         monkeypatch.setattr(module, "ENOUGH_PROGRAMS", 1)
     layer = spline(device, (130,), 2)
-    assert activation.row_tiles(20, 130).steps == 2
+    assert shared.row_tiles(20, 130).steps == 2
     check(layer, batch(device, 20, 130), batch(device, 20, 130), batch(device, 20))
     layer = spline(device, (9,), 4)
     check(layer, batch(device, 140, 9), batch(device, 140, 9), batch(device, 140))
@@ -94,7 +94,7 @@ def test_tiles_of_big_batches(device, monkeypatch):
 def test_long_examples_are_split(device):
     """Few examples of many elements: several programs each, and a second pass that adds up."""
     layer, x = spline(device, (1100,), 3), batch(device, 2, 1100)
-    assert activation.row_tiles(2, 1100).grid(2, 1100) == (2, 2)
+    assert shared.row_tiles(2, 1100).grid(2, 1100) == (2, 2)
     with torch.no_grad():
         z, log_det, _ = layer.surrogate(x)
         expected, expected_log_det = copy.deepcopy(layer).double()(x.double())

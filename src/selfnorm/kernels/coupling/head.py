@@ -1,16 +1,7 @@
-"""Kernels around the matrix products of a coupling network, whose images are rows: one row per pixel, m = (n·H + y)·W + x.
+"""The head of a coupling network: from the columns of its last convolution to z, its log-determinant and their gradients.
 
-A 3×3 convolution, zero-padded, is a product with gathered or scattered columns: with tap s = (s_y, s_x) ∈ {−1, 0, 1}² and
-k = s·C + i,
-
-    gather:   A[m, s·C + i] = x[i, m + s]                         conv(x) = A · W₁ᵀ
-    scatter:  y[i, m] = Σ_s B[m − s, s·C + i]                     conv(x) = scatter(X · W₃ᵀ), the taps of W₃ mirrored
-
-which are each other's transpose, so that the backward pass uses the same two. Columns are padded with zeros to a multiple of 16,
-that rows start where tensor cores and wide loads want them to. The 2C outputs of the last convolution are in the order
-h₀, h₂, … (of the log-scales), h₁, h₃, … (of the shifts).
-
-Every kernel reads and writes each of its tensors once. The products are in `masked`, the weights' layouts in `packing`.
+The 2C outputs of the last convolution are in the order h₀, h₂, … (of the log-scales), h₁, h₃, … (of the shifts). Each kernel
+reads and writes each of its tensors once; a program processes one example.
 """
 
 from __future__ import annotations
@@ -23,85 +14,58 @@ from torch import Tensor
 from selfnorm.kernels.numerics import quotient_and_remainder
 
 
-def padded(columns: int) -> int:
-    """The least multiple of 16 that holds so many columns."""
-    return -(-columns // 16) * 16
+def affine_head(
+    columns: Tensor, bias: Tensor, log_scale: Tensor, x: Tensor, stay: int, *, inverse: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The affine map of x that the last convolution's columns describe: h = (scatter(columns) + bias)·exp(3·log_scale), and
 
+        log s = 2·tanh(h_even/2),   z = x·exp(log s) + h_odd,   log_det = Σ log s;
 
-@triton.jit
-def _gather(
-    x, out, stride_n, stride_c, stride_y, stride_x, rows,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    k = tl.arange(0, COLUMNS)
-    tap, i = quotient_and_remainder(k, C, COLUMNS)
-    down, right = quotient_and_remainder(tap, 3, COLUMNS)
-    n, pixel = (row // (H * W)).to(tl.int64), row % (H * W)
-    y, u = quotient_and_remainder(pixel, W, H * W)
-    y, u = y[:, None] + (down - 1)[None, :], u[:, None] + (right - 1)[None, :]
-    inside = (y >= 0) & (y < H) & (u >= 0) & (u < W) & (row < rows)[:, None] & (tap < 9)[None, :]
-    source = (n * stride_n)[:, None] + (i.to(tl.int64) * stride_c)[None, :]
-    value = tl.load(x + source + y.to(tl.int64) * stride_y + u.to(tl.int64) * stride_x, mask=inside, other=0.0)
-    target = row.to(tl.int64)[:, None] * K + k[None, :]
-    tl.store(out + target, value.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (k < K)[None, :])
+    or, with `inverse`, (x − h_odd)·exp(−log s) in place of z.
 
-
-def gather(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The 3×3 neighbourhoods of x (N, C, H, W), of any strides, as columns in `dtype`: (NHW, 9C padded)."""
-    n, channels, height, width = x.shape
-    rows, columns = n * height * width, padded(9 * channels)
-    out = torch.empty(rows, columns, dtype=dtype, device=x.device)
-    wide = triton.next_power_of_2(columns)
-    block = max(2048 // wide, 1)
-    _gather[(triton.cdiv(rows, block),)](
-        x, out, *x.stride(), rows, C=channels, H=height, W=width, K=columns, ROWS=block, COLUMNS=wide
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
-def _scatter(
-    columns, out, add, out_n, add_n, add_c, add_y, add_x, rows,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    i = tl.arange(0, CHANNELS)
-    n, pixel = (row // (H * W)).to(tl.int64), row % (H * W)
-    y, u = quotient_and_remainder(pixel, W, H * W)
-    known = (row < rows)[:, None] & (i < C)[None, :]
-    total = tl.zeros([ROWS, CHANNELS], tl.float32)
-    for tap in tl.static_range(9):
-        inside = (y >= tap // 3 - 1) & (y < H + tap // 3 - 1) & (u >= tap % 3 - 1) & (u < W + tap % 3 - 1)
-        source = (row - (tap // 3 - 1) * W - (tap % 3 - 1)).to(tl.int64)[:, None] * K + tap * C + i[None, :]
-        for part in tl.static_range(PARTS):
-            total += tl.load(columns + tl.cast(rows, tl.int64) * (part * K) + source, mask=known & inside[:, None], other=0.0)
-    if ADD:
-        at = (n * add_n)[:, None] + (i.to(tl.int64) * add_c)[None, :] + (y.to(tl.int64) * add_y + u.to(tl.int64) * add_x)[:, None]
-        total += tl.load(add + at, mask=known, other=0.0)
-    target = (n * out_n + pixel)[:, None] + (i * (H * W))[None, :]
-    tl.store(out + target, total, mask=known)
-
-
-def scatter(columns: Tensor, out: Tensor, add: Tensor | None = None) -> None:
-    """out (N, C, H, W) becomes the neighbourhoods' columns (parts, NHW, ≥ 9C), float32, summed where they lie, plus `add`.
-
-    out may be some channels of a contiguous tensor; add is of any strides.
+    columns: (NHW, ≥ 18C) float32. x: (N, stay + C, H, W), with any strides; its first `stay` channels are copied.
+    Returns z like x, log_det (N,), and h (NHW, 2C) for the backward pass.
     """
-    n, channels, height, width = out.shape
-    rows, wide = n * height * width, triton.next_power_of_2(channels)
-    block = max(512 // wide, 16)
-    other = out if add is None else add
-    _scatter[(triton.cdiv(rows, block),)](
-        columns, out, other, out.stride(0), *other.stride(), rows, C=channels, H=height, W=width, K=columns.shape[2],
-        ADD=add is not None, PARTS=columns.shape[0], ROWS=block, CHANNELS=wide,
+    n, channels, height, width = x.shape
+    changing = channels - stay
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    h = torch.empty(n * height * width, 2 * changing, dtype=x.dtype, device=x.device)
+    log_det = torch.empty(n, dtype=x.dtype, device=x.device)
+    _affine_head[(n,)](
+        columns, bias, log_scale, x, *x.stride(), out, h, log_det, C=changing, STAY=stay, H=height, W=width, K=columns.shape[1],
+        INVERSE=inverse, PIXELS=_pixels_per_step(height * width, changing), CHANNELS=triton.next_power_of_2(changing),
+        STAYING=triton.next_power_of_2(max(stay, 1)), num_warps=8,
     )  # fmt: skip
+    return out, log_det, h
+
+
+def affine_head_backward(
+    grad_z: Tensor, grad_log_det: Tensor, x: Tensor, h: Tensor, log_scale: Tensor, grad_x: Tensor, stay: int
+) -> tuple[Tensor, Tensor]:
+    """The gradients of scatter(columns), (NHW, 2C), and of bias and log_scale for each example, (N, 2, 2C).
+
+    The gradient of x's channels from `stay` on is written into grad_x (N, stay + C, H, W), contiguous.
+    """
+    n, channels, height, width = x.shape
+    changing = channels - stay
+    grad_y = torch.empty_like(h)
+    sums = torch.empty(n, 2, 2 * changing, dtype=x.dtype, device=x.device)
+    _affine_head_backward[(n,)](
+        grad_z, *grad_z.stride(), grad_log_det, *grad_log_det.stride(), x, *x.stride(), h, log_scale, grad_x, grad_y, sums,
+        C=changing, STAY=stay, H=height, W=width, PIXELS=_pixels_per_step(height * width, changing),
+        CHANNELS=triton.next_power_of_2(changing), num_warps=8,
+    )  # fmt: skip
+    return grad_y, sums
+
+
+def _pixels_per_step(size: int, channels: int) -> int:
+    """The number of pixels of an example that a program processes at once."""
+    return min(max(1024 // triton.next_power_of_2(channels), 16), triton.next_power_of_2(size))
 
 
 @triton.jit
-def _tanh(u):
-    # (1 − a)/(1 + a) loses digits near 0, where the series has them all.
+def _accurate_tanh(u):
+    # Near 0, (1 − a)/(1 + a) loses digits that the series keeps.
     a = tl.exp(-2 * tl.abs(u))
     far = (1 - a) / (1 + a)
     v = u * u
@@ -110,9 +74,9 @@ def _tanh(u):
 
 
 @triton.jit
-def _head(
+def _affine_head(
     columns, bias, log_scale, x, stride_n, stride_c, stride_y, stride_x, out, h, log_det,
-    C: tl.constexpr, STAY: tl.constexpr, H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, BACK: tl.constexpr,
+    C: tl.constexpr, STAY: tl.constexpr, H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, INVERSE: tl.constexpr,
     PIXELS: tl.constexpr, CHANNELS: tl.constexpr, STAYING: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
@@ -140,12 +104,12 @@ def _head(
         kept = h + (n * (H * W) + pixel)[:, None] * (2 * C) + j[None, :]
         tl.store(kept, even, mask=known)
         tl.store(kept + C, odd, mask=known)
-        log_s = 2 * _tanh(even / 2)
+        log_s = 2 * _accurate_tanh(even / 2)
         total += tl.where(known, log_s, 0.0)
         place = (n * stride_n + y.to(tl.int64) * stride_y + u.to(tl.int64) * stride_x)[:, None]
         target = (n * ((STAY + C) * H * W) + pixel)[:, None]
         change = tl.load(x + place + ((STAY + j).to(tl.int64) * stride_c)[None, :], mask=known, other=0.0)
-        if BACK:
+        if INVERSE:
             changed = (change - odd) * tl.exp(-log_s)
         else:
             changed = change * tl.exp(log_s) + odd
@@ -158,38 +122,8 @@ def _head(
     tl.store(log_det + n, tl.sum(tl.sum(total, axis=1), axis=0))
 
 
-def _pixels(size: int, channels: int) -> int:
-    """How many pixels of an example a program takes at once."""
-    return min(max(1024 // triton.next_power_of_2(channels), 16), triton.next_power_of_2(size))
-
-
-def head(
-    columns: Tensor, bias: Tensor, log_scale: Tensor, x: Tensor, stay: int, *, back: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What the last convolution's columns say, done to x: h = (scatter(columns) + bias)·exp(3·log_scale), and
-
-        log s = 2·tanh(h_even/2),   z = x·exp(log s) + h_odd,   log_det = Σ log s;
-
-    or, with `back`, (x − h_odd)·exp(−log s) in z's place.
-
-    columns: (NHW, ≥ 18C) float32. x: (N, stay + C, H, W), of any strides; its first `stay` channels are copied.
-    Gives z in x's shape, log_det (N,), and h (NHW, 2C) for the backward pass.
-    """
-    n, channels, height, width = x.shape
-    changing = channels - stay
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    h = torch.empty(n * height * width, 2 * changing, dtype=x.dtype, device=x.device)
-    log_det = torch.empty(n, dtype=x.dtype, device=x.device)
-    _head[(n,)](
-        columns, bias, log_scale, x, *x.stride(), out, h, log_det, C=changing, STAY=stay, H=height, W=width, K=columns.shape[1],
-        BACK=back, PIXELS=_pixels(height * width, changing), CHANNELS=triton.next_power_of_2(changing),
-        STAYING=triton.next_power_of_2(max(stay, 1)), num_warps=8,
-    )  # fmt: skip
-    return out, log_det, h
-
-
 @triton.jit
-def _head_backward(
+def _affine_head_backward(
     grad_z, z_n, z_c, z_y, z_x, grad_log_det, det_n, x, stride_n, stride_c, stride_y, stride_x,
     h, log_scale, grad_x, grad_y, sums,
     C: tl.constexpr, STAY: tl.constexpr, H: tl.constexpr, W: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr,
@@ -217,7 +151,7 @@ def _head_backward(
         rows = (n * (H * W) + pixel)[:, None] * (2 * C) + j[None, :]
         even = tl.load(h + rows, mask=known, other=0.0)
         odd = tl.load(h + rows + C, mask=known, other=0.0)
-        half = _tanh(even / 2)
+        half = _accurate_tanh(even / 2)
         dx = dz * tl.exp(2 * half)
         target = (n * ((STAY + C) * H * W) + pixel)[:, None] + ((STAY + j) * (H * W))[None, :]
         tl.store(grad_x + target, dx, mask=known)
@@ -233,22 +167,3 @@ def _head_backward(
     tl.store(to + 1, tl.sum(bias_odd, axis=0) * scale_odd, mask=of)
     tl.store(to + 2 * C, 3 * tl.sum(logs_even, axis=0), mask=of)
     tl.store(to + 2 * C + 1, 3 * tl.sum(logs_odd, axis=0), mask=of)
-
-
-def head_backward(
-    grad_z: Tensor, grad_log_det: Tensor, x: Tensor, h: Tensor, log_scale: Tensor, grad_x: Tensor, stay: int
-) -> tuple[Tensor, Tensor]:
-    """The gradient through `head`, of x's channels from `stay` on written into grad_x (N, stay + C, H, W), contiguous.
-
-    Gives that of scatter(columns), (NHW, 2C), and those of bias and log_scale, each example's own: (N, 2, 2C).
-    """
-    n, channels, height, width = x.shape
-    changing = channels - stay
-    grad_y = torch.empty_like(h)
-    sums = torch.empty(n, 2, 2 * changing, dtype=x.dtype, device=x.device)
-    _head_backward[(n,)](
-        grad_z, *grad_z.stride(), grad_log_det, *grad_log_det.stride(), x, *x.stride(), h, log_scale, grad_x, grad_y, sums,
-        C=changing, STAY=stay, H=height, W=width, PIXELS=_pixels(height * width, changing),
-        CHANNELS=triton.next_power_of_2(changing), num_warps=8,
-    )  # fmt: skip
-    return grad_y, sums

@@ -1,5 +1,4 @@
-"""Fused kernels for the rational-quadratic spline with parameters for every element: value and log-slope, their gradients, and
-the inverse.
+"""The rational-quadratic spline with parameters for every element: value and log-slope, their gradients, and the inverse.
 
 In the bin from (left, bottom) to (right, top) with slopes s and n at its ends, w its width, h its height, m = h/w and
 t = (x − left)/w, q = t(1 − t):
@@ -13,22 +12,18 @@ Gradients, with a for that of z and b for that of log S:
     by m:  a·h/D·(t² − v(1 − 2q)) + b·(2/m + 2q/Q − 2(1 − 2q)/D)
     by s:  a·h/D·q(1 − v) + b·((1 − t)²/Q − 2q/D)         by n:  −a·h/D·q·v + b·(t²/Q − 2q/D)
 
-The inverse takes the bin by z, and of it the root t in [0, 1] of z(t) = z, a quadratic equation.
+The inverse finds the bin by z and then the root t in [0, 1] of z(t) = z, a quadratic equation.
 
-t and m depend on the bin's corners, and those on a softmax of raw widths and heights; a knot belongs to two bins. What the
-examples say about an element's knots is summed before it goes through that softmax.
-
-An element's knots are held in registers, which suits up to about 16 bins.
-
-No autograd here: these are plain functions of float32 tensors. Sums are taken in a fixed order.
+t and m depend on the bin's corners, and those on a softmax of raw widths and heights; a knot belongs to two bins. Gradients for
+an element's knots are summed over the examples before they go through that softmax.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 # mypy: disable-error-code="assignment, misc"
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -36,79 +31,124 @@ import triton.language as tl
 from torch import Tensor
 from triton import cdiv, next_power_of_2
 
-from selfnorm.kernels.elementwise.activation import ENOUGH_PROGRAMS, exp, log1p, row_tiles
+from selfnorm.kernels.elementwise.shared import ENOUGH_PROGRAMS, fast_exp, row_tiles
+from selfnorm.kernels.elementwise.spline_knots import (
+    add_triples,
+    bin_edges,
+    find_bin,
+    knot_slopes,
+    raw_slopes,
+    softmax_shares,
+    store_softmax_gradient,
+)
+from selfnorm.runtime.autograd import refuse_second_derivative
 
 
-@triton.jit
-def _softmax(raw_ptr, elements, E, BINS: tl.constexpr):
-    """The softmax of an element's raw numbers: a tuple of BINS, each like `elements`."""
-    pointers = raw_ptr + elements.to(tl.int64) * BINS
-    raw = ()
-    for k in tl.static_range(BINS):
-        raw += (tl.load(pointers + k, mask=elements < E, other=0.0),)
-    largest = raw[0]
-    for k in tl.static_range(1, BINS):
-        largest = tl.maximum(largest, raw[k])
-    total = tl.zeros_like(largest)
-    powers = ()
-    for k in tl.static_range(BINS):
-        power = exp(raw[k] - largest)
-        total += power
-        powers += (power,)
-    per_total = 1.0 / total
-    shares = ()
-    for k in tl.static_range(BINS):
-        shares += (powers[k] * per_total,)
-    return shares
+class FusedSpline(torch.autograd.Function):
+    """x (N, *shape), raw widths, heights (*shape, bins), slopes (*shape, bins − 1), bound, smallest -> z, log_det (N,).
+
+    One kernel forward, one backward; only the inputs are kept between them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, widths: Tensor, heights: Tensor, slopes: Tensor, bound: float, smallest: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, widths, heights, slopes)
+        ctx.bound, ctx.smallest = bound, smallest
+        z, log_det = spline(*_flat(x, widths, heights, slopes), bound, smallest)
+        return z.view(x.shape), log_det
+
+    @staticmethod
+    def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None]:
+        refuse_second_derivative()
+        flat = _flat(*ctx.saved_tensors)
+        grads = spline_backward(*flat, ctx.bound, ctx.smallest, grad_z.reshape(flat[0].shape).contiguous(), grad_log_det)
+        grad_x, grad_widths, grad_heights, grad_slopes = (
+            grad.view(like.shape) for grad, like in zip(grads, ctx.saved_tensors, strict=True)
+        )
+        return grad_x, grad_widths, grad_heights, grad_slopes, None, None
 
 
-@triton.jit
-def _edges(softmax, bound, SMALLEST: tl.constexpr, BINS: tl.constexpr):
-    """From −bound to bound, BINS + 1 of them; the last is put in by hand, since the shares' sum is only 1 to rounding."""
-    edges = (tl.zeros_like(softmax[0]) - bound,)
-    share = tl.zeros_like(softmax[0])
-    for k in tl.static_range(BINS - 1):
-        share += SMALLEST + (1.0 - SMALLEST * BINS) * softmax[k]
-        edges += (2.0 * bound * share - bound,)
-    edges += (tl.zeros_like(softmax[0]) + bound,)
-    return edges
+def spline(x: Tensor, widths: Tensor, heights: Tensor, slopes: Tensor, bound: float, smallest: float) -> tuple[Tensor, Tensor]:
+    """z (N, E) and Σ log dz/dx over each example's elements (N,). Reads x, writes z, and reads the parameters once a program.
+
+    x: (N, E). widths, heights: raw, (E, bins). slopes: raw, (E, bins − 1). All contiguous. smallest: the least share of
+    [−bound, bound] that a bin takes, and the least slope at a knot.
+    """
+    (examples, elements), bins = x.shape, widths.shape[1]
+    tiles = row_tiles(examples, elements)
+    grid = tiles.grid(examples, elements)
+    z, parts = torch.empty_like(x), x.new_empty(grid[1], examples)
+    _spline[grid](
+        *(x, widths, heights, slopes, z, parts, examples, elements, bound),
+        *(smallest, _slope_offset(smallest), bins, tiles.rows, tiles.columns, tiles.steps),
+        num_warps=tiles.warps,
+    )
+    return z, parts[0] if grid[1] == 1 else parts.sum(0)
 
 
-@triton.jit
-def _raw_slopes(slopes_ptr, elements, E, OFFSET: tl.constexpr, BINS: tl.constexpr):
-    pointers = slopes_ptr + elements.to(tl.int64) * (BINS - 1)
-    raw = ()
-    for k in tl.static_range(BINS - 1):
-        raw += (tl.load(pointers + k, mask=elements < E, other=0.0) + OFFSET,)
-    return raw
+def spline_backward(
+    x: Tensor,
+    widths: Tensor,
+    heights: Tensor,
+    slopes: Tensor,
+    bound: float,
+    smallest: float,
+    grad_z: Tensor,
+    grad_log_det: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of Σ grad_z·z + Σ grad_log_det·log_det for x, widths, heights and slopes, shaped like these.
+
+    The first six as for `spline`; grad_z: (N, E), contiguous; grad_log_det: (N,), with any stride. Reads x and grad_z, writes the
+    first result. A program takes a few elements of all examples. For many examples of few elements several programs share the
+    examples, and a second pass adds up their results.
+    """
+    (examples, elements), bins = x.shape, widths.shape[1]
+    columns = min(8 if elements >= 8 * ENOUGH_PROGRAMS and bins <= 8 else 4, next_power_of_2(elements))
+    rows = min(max(next_power_of_2(examples), 32), 128)
+    programs, blocks = cdiv(elements, columns), cdiv(examples, rows)
+    steps = cdiv(blocks, min(blocks, cdiv(ENOUGH_PROGRAMS, programs)))
+    grad_x, parts = torch.empty_like(x), x.new_empty(cdiv(blocks, steps), elements * (3 * bins - 1))
+    _spline_backward[programs, len(parts)](
+        *(x, widths, heights, slopes, grad_z, grad_log_det, grad_x, parts),
+        *(examples, elements, grad_log_det.stride(0), bound),
+        *(smallest, _slope_offset(smallest), bins, rows, columns, steps),
+        num_warps=min(max(rows * columns // (128 if bins <= 8 else 64), 1), 8),
+    )
+    grads = (parts[0] if len(parts) == 1 else parts.sum(0)).split([widths.numel(), heights.numel(), slopes.numel()])
+    return grad_x, grads[0].view_as(widths), grads[1].view_as(heights), grads[2].view_as(slopes)
 
 
-@triton.jit
-def _knot_slopes(raw, end, SMALLEST: tl.constexpr, BINS: tl.constexpr):
-    """`end` at both ends, SMALLEST + softplus between them: BINS + 1."""
-    slopes = (end,)
-    for k in tl.static_range(BINS - 1):
-        slopes += (SMALLEST + tl.maximum(raw[k], 0.0) + log1p(exp(-tl.abs(raw[k]))),)
-    slopes += (end,)
-    return slopes
+def spline_inverse(z: Tensor, widths: Tensor, heights: Tensor, slopes: Tensor, bound: float, smallest: float) -> Tensor:
+    """Inverse of `spline`: x like z (N, …), without a gradient. Reads z, writes x, and reads the parameters once a program.
+
+    widths, heights: raw, (…, bins). slopes: raw, (…, bins − 1). All with any strides.
+    """
+    shape = z.shape
+    z, widths, heights, slopes = _flat(z, widths, heights, slopes)
+    (examples, elements), bins = z.shape, widths.shape[1]
+    columns = min(next_power_of_2(elements), 32)  # so that one sample makes many programs, each with one memory access a row
+    rows = min(next_power_of_2(examples), 512 // columns)
+    x = torch.empty_like(z)
+    _spline_inverse[cdiv(examples, rows), cdiv(elements, columns)](
+        *(z, widths, heights, slopes, x, examples, elements, bound),
+        *(smallest, _slope_offset(smallest), bins, rows, columns),
+        num_warps=max(rows * columns // 128, 1),
+    )
+    return x.view(shape)
 
 
-@triton.jit
-def _bin(x, xs, zs, slopes, BINS: tl.constexpr):
-    """Where x falls: the bin's number, left, right, bottom, top and its slopes at both ends."""
-    index = tl.zeros_like(x).to(tl.int32)
-    left, right, bottom, top = xs[0][None, :], xs[1][None, :], zs[0][None, :], zs[1][None, :]
-    slope, next_slope = slopes[0][None, :], slopes[1][None, :]
-    for k in tl.static_range(1, BINS):
-        beyond = x >= xs[k][None, :]
-        index += beyond.to(tl.int32)
-        left = tl.where(beyond, xs[k][None, :], left)
-        right = tl.where(beyond, xs[k + 1][None, :], right)
-        bottom = tl.where(beyond, zs[k][None, :], bottom)
-        top = tl.where(beyond, zs[k + 1][None, :], top)
-        slope = tl.where(beyond, slopes[k][None, :], slope)
-        next_slope = tl.where(beyond, slopes[k + 1][None, :], next_slope)
-    return index, left, right, bottom, top, slope, next_slope
+def _flat(x: Tensor, widths: Tensor, heights: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same as (N, E), (E, bins) twice and (E, bins − 1), contiguous."""
+    elements = x[0].numel()
+    widths, heights, slopes = (value.reshape(elements, value.shape[-1]).contiguous() for value in (widths, heights, slopes))
+    return x.reshape(-1, elements).contiguous(), widths, heights, slopes
+
+
+def _slope_offset(smallest: float) -> float:
+    """The offset for which softplus(raw + offset) is 1 − smallest at a raw slope of 0."""
+    return math.log(math.expm1(1 - smallest))
 
 
 @triton.jit(do_not_specialize=["N", "E"])
@@ -138,12 +178,12 @@ def _spline(
         x = tl.load(x_ptr + at, mask=mask, other=0.0)
         inside = tl.abs(x) < bound
 
-        xs = _edges(_softmax(widths_ptr, elements, E, BINS), bound, SMALLEST, BINS)
-        zs = _edges(_softmax(heights_ptr, elements, E, BINS), bound, SMALLEST, BINS)
-        raw = _raw_slopes(slopes_ptr, elements, E, OFFSET, BINS)
-        slopes = _knot_slopes(raw, tl.zeros_like(xs[0]) + 1.0, SMALLEST, BINS)
+        xs = bin_edges(softmax_shares(widths_ptr, elements, E, BINS), bound, SMALLEST, BINS)
+        zs = bin_edges(softmax_shares(heights_ptr, elements, E, BINS), bound, SMALLEST, BINS)
+        raw = raw_slopes(slopes_ptr, elements, E, OFFSET, BINS)
+        slopes = knot_slopes(raw, tl.zeros_like(xs[0]) + 1.0, SMALLEST, BINS)
         inner = tl.where(inside, x, 0.0)
-        _, left, right, bottom, top, slope, next_slope = _bin(inner, xs, zs, slopes, BINS)
+        _, left, right, bottom, top, slope, next_slope = find_bin(inner, xs, zs, slopes, BINS)
 
         per_width, height = 1.0 / (right - left), top - bottom
         mean, t = height * per_width, (inner - left) * per_width
@@ -156,32 +196,6 @@ def _spline(
         # In this order the product stays in range however large a slope may be.
         total += tl.where(mask & inside, tl.log(numerator * ratio * ratio), 0.0)
     tl.store(log_det_ptr + tl.program_id(1).to(tl.int64) * N + rows, tl.sum(total, 1), mask=rows < N)
-
-
-@triton.jit
-def _store_softmax_gradient(out_ptr, elements, E, softmax, of_edges, factor, BINS: tl.constexpr):
-    """The raw numbers' gradient from the inner edges'; `factor` is an edge's growth with the softmax before it.
-
-    An edge moves with every share left of it. A softmax ignores what is added to all its gradients alike, so a share's may be
-    minus the sum over the edges left of it instead of the sum over those to its right.
-    """
-    pointers = out_ptr + elements.to(tl.int64) * BINS
-    of_share = tl.zeros_like(softmax[0])
-    mean = tl.zeros_like(softmax[0])
-    for k in tl.static_range(1, BINS):
-        of_share -= of_edges[k - 1]
-        mean += softmax[k] * of_share
-    of_share = tl.zeros_like(softmax[0])
-    tl.store(pointers, -factor * softmax[0] * mean, mask=elements < E)
-    for k in tl.static_range(1, BINS):
-        of_share -= of_edges[k - 1]
-        tl.store(pointers + k, factor * softmax[k] * (of_share - mean), mask=elements < E)
-
-
-@triton.jit
-def _add_three(a, b, c, more_a, more_b, more_c):
-    """Sums of three at a time, which wait for the other threads once and not thrice."""
-    return a + more_a, b + more_b, c + more_c
 
 
 @triton.jit(do_not_specialize=["N", "E", "stride"])
@@ -206,11 +220,11 @@ def _spline_backward(
     STEPS: tl.constexpr,
 ):
     elements = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    of_widths, of_heights = _softmax(widths_ptr, elements, E, BINS), _softmax(heights_ptr, elements, E, BINS)
-    xs = _edges(of_widths, bound, SMALLEST, BINS)
-    zs = _edges(of_heights, bound, SMALLEST, BINS)
-    raw = _raw_slopes(slopes_ptr, elements, E, OFFSET, BINS)
-    slopes = _knot_slopes(raw, tl.zeros_like(xs[0]) + 1.0, SMALLEST, BINS)
+    of_widths, of_heights = softmax_shares(widths_ptr, elements, E, BINS), softmax_shares(heights_ptr, elements, E, BINS)
+    xs = bin_edges(of_widths, bound, SMALLEST, BINS)
+    zs = bin_edges(of_heights, bound, SMALLEST, BINS)
+    raw = raw_slopes(slopes_ptr, elements, E, OFFSET, BINS)
+    slopes = knot_slopes(raw, tl.zeros_like(xs[0]) + 1.0, SMALLEST, BINS)
 
     sums_x, sums_z, sums_slope = (), (), ()  # for each inner knot
     for _ in tl.static_range(BINS - 1):
@@ -228,7 +242,7 @@ def _spline_backward(
         a = tl.where(inside, grad_z, 0.0)
         b = tl.where(inside, grad_log_det, 0.0)
         inner = tl.where(inside, x, 0.0)
-        index, left, right, bottom, top, slope, next_slope = _bin(inner, xs, zs, slopes, BINS)
+        index, left, right, bottom, top, slope, next_slope = find_bin(inner, xs, zs, slopes, BINS)
 
         per_width, height = 1.0 / (right - left), top - bottom
         mean, t = height * per_width, (inner - left) * per_width
@@ -266,18 +280,18 @@ def _spline_backward(
 
     of_xs, of_zs, of_slopes = (), (), ()
     for k in tl.static_range(BINS - 1):
-        of_x, of_z, of_slope = tl.reduce((sums_x[k], sums_z[k], sums_slope[k]), 0, _add_three)
+        of_x, of_z, of_slope = tl.reduce((sums_x[k], sums_z[k], sums_slope[k]), 0, add_triples)
         of_xs += (of_x,)
         of_zs += (of_z,)
         of_slopes += (of_slope,)
     size = tl.cast(E, tl.int64) * BINS
     out = grad_ptr + tl.program_id(1) * (3 * size - E)
     factor = 2.0 * bound * (1.0 - SMALLEST * BINS)
-    _store_softmax_gradient(out, elements, E, of_widths, of_xs, factor, BINS)
-    _store_softmax_gradient(out + size, elements, E, of_heights, of_zs, factor, BINS)
+    store_softmax_gradient(out, elements, E, of_widths, of_xs, factor, BINS)
+    store_softmax_gradient(out + size, elements, E, of_heights, of_zs, factor, BINS)
     pointers = out + 2 * size + elements.to(tl.int64) * (BINS - 1)
     for k in tl.static_range(BINS - 1):
-        tl.store(pointers + k, of_slopes[k] / (1.0 + exp(-raw[k])), mask=elements < E)
+        tl.store(pointers + k, of_slopes[k] / (1.0 + fast_exp(-raw[k])), mask=elements < E)
 
 
 @triton.jit(do_not_specialize=["N", "E"])
@@ -303,89 +317,20 @@ def _spline_inverse(
     z = tl.load(z_ptr + at, mask=mask, other=0.0)
     inside = tl.abs(z) < bound
 
-    xs = _edges(_softmax(widths_ptr, elements, E, BINS), bound, SMALLEST, BINS)
-    zs = _edges(_softmax(heights_ptr, elements, E, BINS), bound, SMALLEST, BINS)
-    raw = _raw_slopes(slopes_ptr, elements, E, OFFSET, BINS)
-    slopes = _knot_slopes(raw, tl.zeros_like(xs[0]) + 1.0, SMALLEST, BINS)
+    xs = bin_edges(softmax_shares(widths_ptr, elements, E, BINS), bound, SMALLEST, BINS)
+    zs = bin_edges(softmax_shares(heights_ptr, elements, E, BINS), bound, SMALLEST, BINS)
+    raw = raw_slopes(slopes_ptr, elements, E, OFFSET, BINS)
+    slopes = knot_slopes(raw, tl.zeros_like(xs[0]) + 1.0, SMALLEST, BINS)
     inner = tl.where(inside, z, 0.0)
-    _, bottom, top, left, right, slope, next_slope = _bin(inner, zs, xs, slopes, BINS)
+    _, bottom, top, left, right, slope, next_slope = find_bin(inner, zs, xs, slopes, BINS)
 
     width, height, rise = right - left, top - bottom, inner - bottom
     mean = height / width
     bent = rise * (slope + next_slope - 2.0 * mean)
-    # a·t² + b·t + c = 0, and of its roots the one in [0, 1] in the form that cancels nothing, as in the plain code
+    # a·t² + b·t + c = 0; the root in [0, 1], in the form without cancellation, as in the plain code
     a = height * (mean - slope) + bent
     b = height * slope - bent
     c = -mean * rise
     t = 2.0 * c / (-b - tl.sqrt(tl.maximum(b * b - 4.0 * a * c, 0.0)))
-    t = tl.where(t < 0.0, 0.0, tl.where(t > 1.0, 1.0, t))  # and a NaN stays one
+    t = tl.where(t < 0.0, 0.0, tl.where(t > 1.0, 1.0, t))  # and a NaN stays NaN
     tl.store(x_ptr + at, tl.where(inside, left + width * t, z), mask=mask)
-
-
-def spline(x: Tensor, widths: Tensor, heights: Tensor, slopes: Tensor, bound: float, smallest: float) -> tuple[Tensor, Tensor]:
-    """z (N, E) and Σ log dz/dx over each example's elements (N,). Reads x, writes z; the parameters once for each program.
-
-    x: (N, E). widths, heights: raw, (E, bins). slopes: raw, (E, bins − 1). All contiguous. smallest: the least share of
-    [−bound, bound] that a bin has, and the least slope at a knot.
-    """
-    (examples, elements), bins = x.shape, widths.shape[1]
-    tiles = row_tiles(examples, elements)
-    grid = tiles.grid(examples, elements)
-    z, parts = torch.empty_like(x), x.new_empty(grid[1], examples)
-    _spline[grid](
-        *(x, widths, heights, slopes, z, parts, examples, elements, bound),
-        *(smallest, _offset(smallest), bins, tiles.rows, tiles.columns, tiles.steps),
-        num_warps=tiles.warps,
-    )
-    return z, parts[0] if grid[1] == 1 else parts.sum(0)
-
-
-def spline_backward(
-    x: Tensor,
-    widths: Tensor,
-    heights: Tensor,
-    slopes: Tensor,
-    bound: float,
-    smallest: float,
-    grad_z: Tensor,
-    grad_log_det: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of Σ grad_z·z + Σ grad_log_det·log_det by x, widths, heights and slopes, shaped like these.
-
-    The first six as for `spline`; grad_z: (N, E), contiguous; grad_log_det: (N,) of any stride. Reads x and grad_z, writes the
-    first result. A program takes a few elements of all examples; for many examples of few elements several programs share the
-    examples, and a second pass adds up.
-    """
-    (examples, elements), bins = x.shape, widths.shape[1]
-    columns = min(8 if elements >= 8 * ENOUGH_PROGRAMS and bins <= 8 else 4, next_power_of_2(elements))
-    rows = min(max(next_power_of_2(examples), 32), 128)
-    programs, blocks = cdiv(elements, columns), cdiv(examples, rows)
-    steps = cdiv(blocks, min(blocks, cdiv(ENOUGH_PROGRAMS, programs)))
-    grad_x, parts = torch.empty_like(x), x.new_empty(cdiv(blocks, steps), elements * (3 * bins - 1))
-    _spline_backward[programs, len(parts)](
-        *(x, widths, heights, slopes, grad_z, grad_log_det, grad_x, parts),
-        *(examples, elements, grad_log_det.stride(0), bound),
-        *(smallest, _offset(smallest), bins, rows, columns, steps),
-        num_warps=min(max(rows * columns // (128 if bins <= 8 else 64), 1), 8),
-    )
-    grads = (parts[0] if len(parts) == 1 else parts.sum(0)).split([widths.numel(), heights.numel(), slopes.numel()])
-    return grad_x, grads[0].view_as(widths), grads[1].view_as(heights), grads[2].view_as(slopes)
-
-
-def spline_inverse(z: Tensor, widths: Tensor, heights: Tensor, slopes: Tensor, bound: float, smallest: float) -> Tensor:
-    """x (N, E) of which `spline` makes z (N, E); the rest as there. Reads z, writes x; the parameters once for each program."""
-    (examples, elements), bins = z.shape, widths.shape[1]
-    columns = min(next_power_of_2(elements), 32)  # one sample still makes many programs, and they one memory access a row
-    rows = min(next_power_of_2(examples), 512 // columns)
-    x = torch.empty_like(z)
-    _spline_inverse[cdiv(examples, rows), cdiv(elements, columns)](
-        *(z, widths, heights, slopes, x, examples, elements, bound),
-        *(smallest, _offset(smallest), bins, rows, columns),
-        num_warps=max(rows * columns // 128, 1),
-    )
-    return x
-
-
-def _offset(smallest: float) -> float:
-    """softplus(raw + offset) is 1 − smallest for a raw slope of 0."""
-    return math.log(math.expm1(1 - smallest))

@@ -1,7 +1,7 @@
-"""Products of a coupling network's backward pass, with the ReLU's mask and the sums for biases and small weights beside them.
+"""Matrix products of the backward pass through the hidden layers, each with the ReLU's mask and the sums for small gradients.
 
-Every kernel reads and writes each of its tensors once, but a product's factors once per tile. WIDEN, set off CUDA, turns bfloat16
-into float32 before a product, since Triton's interpreter would multiply it as if it were integers.
+Each kernel reads and writes each of its tensors once, except for the factors of a product, which it reads once a tile. WIDEN, set
+off CUDA, converts bfloat16 to float32 before a product, since Triton's interpreter would multiply bfloat16 as integers.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from selfnorm.kernels.dispatch import allows_tf32
 
 
-class Tile(NamedTuple):
-    """Rows, columns and depth of what a program multiplies at a time, its warps, and the stages of its pipeline."""
+class ProductTile(NamedTuple):
+    """The rows, columns and depth that a program multiplies at a time, its warps, and the stages of its pipeline."""
 
     rows: int
     columns: int
@@ -26,16 +26,16 @@ class Tile(NamedTuple):
     stages: int
 
 
-def _tile(rows: int, width: int, dtype: torch.dtype) -> Tile:
-    """Tiles that were the fastest, or nearly so, of several on one H200 at the shapes of Glow for MNIST and CIFAR-10."""
+def _product_tile(rows: int, width: int, dtype: torch.dtype) -> ProductTile:
+    """The tile for a product: the fastest, or nearly so, of several on one H200 at the shapes of Glow for MNIST and CIFAR-10."""
     if dtype == torch.float32:
-        return Tile(64, 128, 32, 4, 3)
+        return ProductTile(64, 128, 32, 4, 3)
     few = triton.cdiv(rows, 128) * triton.cdiv(width, 128) < 512
-    return Tile(64, 128, 64, 4, 3) if few else Tile(128, 128, 64, 8, 3)
+    return ProductTile(64, 128, 64, 4, 3) if few else ProductTile(128, 128, 64, 8, 3)
 
 
-def _shares(rows: int, width: int, tile: Tile, device: torch.device) -> tuple[int, int]:
-    """Among how many programs to share out blocks of rows, and how many of them each takes, one program on each processor."""
+def _share_row_blocks(rows: int, width: int, tile: ProductTile, device: torch.device) -> tuple[int, int]:
+    """The number of programs that share the blocks of rows, about one for each processor, and the blocks that each takes."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
     blocks = triton.cdiv(rows, tile.rows)
     parts = max(min(processors * (8 // tile.warps) // triton.cdiv(width, tile.columns), blocks), 1)
@@ -44,7 +44,7 @@ def _shares(rows: int, width: int, tile: Tile, device: torch.device) -> tuple[in
 
 
 def on_tensor_cores(dtype: torch.dtype) -> bool:
-    """Whether products of such numbers are taken by tensor cores; full float32 is left to torch's products."""
+    """Whether tensor cores compute products in this dtype; full float32 is left to torch."""
     return dtype != torch.float32 or allows_tf32()
 
 
@@ -53,7 +53,7 @@ def _masked_product(
     a, b, inner_stride, width_stride, activation, out, sums, rows,
     inner: tl.constexpr, width: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    # Tiles of one block of rows come one after the other, so that they find a's block in the cache.
+    # Tiles of one block of rows run one after another, so that they find a's block in the cache.
     across = tl.cdiv(width, N)
     block = tl.program_id(0) // across
     row = block * M + tl.arange(0, M)
@@ -77,18 +77,18 @@ def _masked_product(
     tl.store(sums + block.to(tl.int64) * width + column, tl.sum(total, axis=0), mask=column < width)
 
 
-def masked_product(a: Tensor, b: Tensor, activation: Tensor, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
+def masked_product(a: Tensor, b: Tensor, activation: Tensor, tile: ProductTile | None = None) -> tuple[Tensor, Tensor]:
     """g = (a·b) ⊙ [activation > 0] in a's dtype, and sums of g's columns over blocks of rows: the gradient through a ReLU.
 
-    a (M, K), contiguous; b (K, D), of any strides; activation (M, D), contiguous. Sums: (blocks, D) float32, before rounding.
-    Reads activation and writes g once, in the product's own kernel. In full float32, where tensor cores have no part, the
-    product is torch's, and the mask a pass of its own.
+    a (M, K), contiguous; b (K, D), with any strides; activation (M, D), contiguous. Sums: (blocks, D) float32, before rounding.
+    Reads activation and writes g once, in the product's own kernel. In full float32, which tensor cores do
+    not compute, the product is torch's and the mask a separate pass.
     """
     (rows, inner), width = a.shape, b.shape[1]
     if not on_tensor_cores(a.dtype):
         g = torch.ops.aten.threshold_backward(a @ b, activation, 0)
         return g, g.sum(0, keepdim=True)
-    tile = tile or _tile(rows, width, a.dtype)
+    tile = tile or _product_tile(rows, width, a.dtype)
     out = torch.empty_like(activation)
     blocks = triton.cdiv(rows, tile.rows)
     sums = torch.empty(blocks, width, dtype=torch.float32, device=a.device)
@@ -100,7 +100,7 @@ def masked_product(a: Tensor, b: Tensor, activation: Tensor, tile: Tile | None =
 
 
 @triton.jit
-def _last_backward(
+def _last_layer_backward(
     columns, w, w_k, w_d, activation, out, sums, products, rows,
     D: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDEN: tl.constexpr,
@@ -132,19 +132,21 @@ def _last_backward(
     tl.store(products + part.to(tl.int64) * (COLUMNS * D) + k[:, None] * D + d[None, :], product, mask=of)
 
 
-def last_backward(columns: Tensor, w: Tensor, activation: Tensor, tile: Tile | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """G = (columns·w) ⊙ [activation > 0], and, each in parts to be summed, G's column sums and columnsᵀ·activation.
+def last_layer_backward(
+    columns: Tensor, w: Tensor, activation: Tensor, tile: ProductTile | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """G = (columns·w) ⊙ [activation > 0], and in parts to be summed G's column sums and columnsᵀ·activation.
 
-    columns (M, K), K ≤ 128, and activation (M, D), contiguous; w (K, D), of any strides. Sums (parts, D), products (parts, K, D),
-    both float32. Reads activation and writes G once, and little else: K is small beside D.
+    columns (M, K), K ≤ 128, and activation (M, D), contiguous; w (K, D), with any strides. Sums (parts, D) and products
+    (parts, K, D) are float32. Reads activation and writes G once, and little else: K is small compared with D.
     """
     (rows, inner), width = columns.shape, w.shape[1]
-    tile = tile or Tile(64, 128, inner, 4 if inner <= 64 else 8, 1 if columns.dtype == torch.float32 else 2)
-    parts, steps = _shares(rows, width, tile, columns.device)
+    tile = tile or ProductTile(64, 128, inner, 4 if inner <= 64 else 8, 1 if columns.dtype == torch.float32 else 2)
+    parts, steps = _share_row_blocks(rows, width, tile, columns.device)
     out = torch.empty_like(activation)
     sums = torch.empty(parts, width, dtype=torch.float32, device=w.device)
     products = torch.empty(parts, inner, width, dtype=torch.float32, device=w.device)
-    _last_backward[(parts * triton.cdiv(width, tile.columns),)](
+    _last_layer_backward[(parts * triton.cdiv(width, tile.columns),)](
         columns, w, *w.stride(), activation, out, sums, products, rows, D=width, COLUMNS=inner, STEPS=steps,
         M=tile.rows, N=tile.columns, K=max(triton.next_power_of_2(inner), 16), WIDEN=not w.is_cuda,
         num_warps=tile.warps, num_stages=tile.stages,
@@ -153,8 +155,8 @@ def last_backward(columns: Tensor, w: Tensor, activation: Tensor, tile: Tile | N
 
 
 @triton.jit
-def _first_backward(
-    g, w, w_k, w_d, activation, columns, first, sums, products, guides, rows,
+def _first_layer_backward(
+    g, w, w_k, w_d, activation, columns, first, sums, products, input_parts, rows,
     D: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -192,31 +194,31 @@ def _first_backward(
         low = total.to(g.dtype.element_ty)
         if WIDEN:
             low, around = low.to(tl.float32), around.to(tl.float32)
-        guide = tl.dot(low, first_tile, input_precision="tf32")
-        tl.store(guides + which.to(tl.int64) * rows * COLUMNS + place, guide, mask=known)
+        input_part = tl.dot(low, first_tile, input_precision="tf32")
+        tl.store(input_parts + which.to(tl.int64) * rows * COLUMNS + place, input_part, mask=known)
         product = tl.dot(tl.trans(low), around, product, input_precision="tf32")
     tl.store(sums + part * D + d, bias, mask=d < D)
     tl.store(products + part.to(tl.int64) * (D * COLUMNS) + d[:, None] * COLUMNS + c[None, :], product, mask=of)
 
 
-def first_backward(
-    g: Tensor, w: Tensor, activation: Tensor, columns: Tensor, first: Tensor, tile: Tile | None = None
+def first_layer_backward(
+    g: Tensor, w: Tensor, activation: Tensor, columns: Tensor, first: Tensor, tile: ProductTile | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """With G = (g·w) ⊙ [activation > 0]: its column sums, Gᵀ·columns and G·first, each in parts to be summed; G is not kept.
+    """With G = (g·w) ⊙ [activation > 0]: its column sums, Gᵀ·columns and G·first, each in parts to be summed. G is not stored.
 
-    g and activation (M, D), columns (M, K) and first (D, K), K ≤ 64, all contiguous; w (D, D), of any strides. Sums (parts, D),
+    g and activation (M, D), columns (M, K) and first (D, K), K ≤ 64, all contiguous; w (D, D), with any strides. Sums (parts, D),
     Gᵀ·columns (parts, D, K), G·first (blocks of D, M, K), all float32. Reads activation once, g once per tile's columns.
     """
     (rows, width), inner = g.shape, columns.shape[1]
-    tile = tile or _tile(rows, width, g.dtype)
-    parts, steps = _shares(rows, width, tile, g.device)
+    tile = tile or _product_tile(rows, width, g.dtype)
+    parts, steps = _share_row_blocks(rows, width, tile, g.device)
     across = triton.cdiv(width, tile.columns)
     sums = torch.empty(parts, width, dtype=torch.float32, device=g.device)
     products = torch.empty(parts, width, inner, dtype=torch.float32, device=g.device)
-    guides = torch.empty(across, rows, inner, dtype=torch.float32, device=g.device)
-    _first_backward[(parts * across,)](
-        g, w, *w.stride(), activation, columns, first, sums, products, guides, rows, D=width, COLUMNS=inner, STEPS=steps,
+    input_parts = torch.empty(across, rows, inner, dtype=torch.float32, device=g.device)
+    _first_layer_backward[(parts * across,)](
+        g, w, *w.stride(), activation, columns, first, sums, products, input_parts, rows, D=width, COLUMNS=inner, STEPS=steps,
         M=tile.rows, N=tile.columns, K=tile.depth, WIDE=triton.next_power_of_2(inner), WIDEN=not g.is_cuda,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return sums, products, guides
+    return sums, products, input_parts

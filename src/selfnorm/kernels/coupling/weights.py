@@ -1,4 +1,4 @@
-"""A coupling network's weights as its products want them, and their gradients back: layouts and casts in one kernel each way."""
+"""A coupling network's weights as matrices for its products, and their gradients back: one kernel each, for layout and dtype."""
 
 from __future__ import annotations
 
@@ -9,12 +9,71 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfnorm.kernels.coupling.head import padded
+from selfnorm.kernels.coupling.columns import padded_columns
 from selfnorm.kernels.numerics import quotient_and_remainder
 
 
+def pack_weights(
+    first: Tensor, first_bias: Tensor, second: Tensor, second_bias: Tensor, last: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The three convolutions' weights as matrices in `dtype`, float32 or bfloat16, in one kernel.
+
+    first (D, C₁, 3, 3), second (D, D, 1, 1), last (2C, D, 3, 3), all contiguous, become
+
+        W₁ (D, 9C₁ padded), its bias, W₂ (D, D), its bias, W₃ (18C padded, D), and for the backward pass W₂ and W₃ again,
+
+    the last two with neighbours along the inner axis next to each other in memory, which TF32's tensor cores need and those of
+    bfloat16 do not. A tensor that needs no cast and no new layout is returned as it is.
+    """
+    width, channels = first.shape[:2]
+    changing = last.shape[0] // 2
+    k1, k3 = padded_columns(9 * channels), padded_columns(18 * changing)
+    cast = dtype != torch.float32
+    new = partial(torch.empty, dtype=dtype, device=first.device)
+    to_first, to_last = new(width, k1), new(k3, width)
+    to_second = new(width, width)
+    second = second.view(width, width)
+    to_first_bias = new(width) if cast else first_bias
+    to_second_bias = new(width) if cast else second_bias
+    to_last_across = to_last if cast else new(width, k3)
+    rows = 8
+    _pack_weights[(triton.cdiv(width, rows),)](
+        first, first_bias, second, second_bias, last,
+        to_first, to_first_bias, to_second, to_second_bias, to_last, to_last_across,
+        D=width, C1=channels, K1=k1, C3=changing, K3=k3, CAST=cast, ROWS=rows,
+        COLUMNS1=triton.next_power_of_2(k1), COLUMNS3=triton.next_power_of_2(k3), WIDTH=min(512, triton.next_power_of_2(width)),
+    )  # fmt: skip
+    if cast:
+        return to_first, to_first_bias, to_second, to_second_bias, to_last, to_second, to_last
+    return to_first, first_bias, second, second_bias, to_last, to_second.t(), to_last_across.t()
+
+
+def unpack_gradients(
+    first: Tensor, first_sums: Tensor, second_sums: Tensor, last: Tensor, head_sums: Tensor, channels: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of the weights from those of the packed matrices, with all parts added up, in one kernel.
+
+    first (parts, D, 9C₁ padded) and last (parts, 18C padded, D); sums for biases (parts, D); head_sums of `affine_head_backward`
+    (N, 2, 2C); all float32 and contiguous. Numbers of parts may differ.
+    Returns the gradients of W₁ (D, C₁, 3, 3), its bias, W₂'s bias, W₃ (2C, D, 3, 3), its bias, and of log_scale.
+    """
+    (_, width, k1), (_, k3, _), (n, _, outputs) = first.shape, last.shape, head_sums.shape
+    new = partial(torch.empty, dtype=torch.float32, device=first.device)
+    to_first, to_last = new(width, channels, 3, 3), new(outputs, width, 3, 3)
+    to_bias, to_head = new(2, width), new(2, outputs)
+    rows, wide1, wide3 = 4, triton.next_power_of_2(9 * channels), triton.next_power_of_2(9 * outputs)
+    _unpack_gradients[(triton.cdiv(width, rows) + 1,)](
+        first, first_sums, second_sums, last, head_sums, to_first, to_bias[0], to_bias[1], to_last, to_head,
+        first.shape[0], first_sums.shape[0], second_sums.shape[0], last.shape[0], n,
+        D=width, C1=channels, K1=k1, C3=outputs // 2, K3=k3, ROWS=rows,
+        COLUMNS1=wide1, PARTS1=min(max(1024 // wide1, 1), 16), COLUMNS3=wide3, PARTS3=min(max(1024 // wide3, 1), 16),
+        HEAD=triton.next_power_of_2(2 * outputs),
+    )  # fmt: skip
+    return to_first, to_bias[0], to_bias[1], to_last, to_head[0], to_head[1]
+
+
 @triton.jit
-def _pack(
+def _pack_weights(
     first, first_bias, second, second_bias, last, to_first, to_first_bias, to_second, to_second_bias, to_last, to_last_across,
     D: tl.constexpr, C1: tl.constexpr, K1: tl.constexpr, C3: tl.constexpr, K3: tl.constexpr, CAST: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS1: tl.constexpr, COLUMNS3: tl.constexpr, WIDTH: tl.constexpr,
@@ -52,41 +111,6 @@ def _pack(
         tl.store(to_second_bias + d, tl.load(second_bias + d, mask=d < D, other=0.0).to(kind), mask=d < D)
 
 
-def pack(
-    first: Tensor, first_bias: Tensor, second: Tensor, second_bias: Tensor, last: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The three convolutions' weights as matrices in `dtype`, float32 or bfloat16, in one kernel.
-
-    first (D, C₁, 3, 3), second (D, D, 1, 1), last (2C, D, 3, 3), all contiguous, give
-
-        W₁ (D, 9C₁ padded), its bias, W₂ (D, D), its bias, W₃ (18C padded, D), and for the backward pass W₂ and W₃ again,
-
-    the last two with inner neighbours next to each other in memory, which TF32's tensor cores need and those of bfloat16 do not.
-    What has to be neither cast nor moved is given back as it is.
-    """
-    width, channels = first.shape[:2]
-    changing = last.shape[0] // 2
-    k1, k3 = padded(9 * channels), padded(18 * changing)
-    cast = dtype != torch.float32
-    new = partial(torch.empty, dtype=dtype, device=first.device)
-    to_first, to_last = new(width, k1), new(k3, width)
-    to_second = new(width, width)
-    second = second.view(width, width)
-    to_first_bias = new(width) if cast else first_bias
-    to_second_bias = new(width) if cast else second_bias
-    to_last_across = to_last if cast else new(width, k3)
-    rows = 8
-    _pack[(triton.cdiv(width, rows),)](
-        first, first_bias, second, second_bias, last,
-        to_first, to_first_bias, to_second, to_second_bias, to_last, to_last_across,
-        D=width, C1=channels, K1=k1, C3=changing, K3=k3, CAST=cast, ROWS=rows,
-        COLUMNS1=triton.next_power_of_2(k1), COLUMNS3=triton.next_power_of_2(k3), WIDTH=min(512, triton.next_power_of_2(width)),
-    )  # fmt: skip
-    if cast:
-        return to_first, to_first_bias, to_second, to_second_bias, to_last, to_second, to_last
-    return to_first, first_bias, second, second_bias, to_last, to_second.t(), to_last_across.t()
-
-
 @triton.jit
 def _sum_of_parts(source, parts, size, place, mask, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Σ_p source[p·size + place], [ROWS, COLUMNS]."""
@@ -101,7 +125,7 @@ def _sum_of_parts(source, parts, size, place, mask, PARTS: tl.constexpr, ROWS: t
 
 
 @triton.jit
-def _unpack(
+def _unpack_gradients(
     first, first_sums, second_sums, last, head_sums, to_first, to_first_bias, to_second_bias, to_last, to_head,
     first_parts, first_sum_parts, second_sum_parts, last_parts, examples,
     D: tl.constexpr, C1: tl.constexpr, K1: tl.constexpr, C3: tl.constexpr, K3: tl.constexpr, ROWS: tl.constexpr,
@@ -125,27 +149,3 @@ def _unpack(
         tl.store(to_last + output * (9 * D) + d * 9 + tap, value, mask=square)
         tl.store(to_first_bias + d, _sum_of_parts(first_sums, first_sum_parts, D, d, d < D, 64, ROWS, 1), mask=d < D)
         tl.store(to_second_bias + d, _sum_of_parts(second_sums, second_sum_parts, D, d, d < D, 64, ROWS, 1), mask=d < D)
-
-
-def unpack(
-    first: Tensor, first_sums: Tensor, second_sums: Tensor, last: Tensor, head_sums: Tensor, channels: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the packed matrices as those of the weights, with all parts added up, in one kernel.
-
-    first (parts, D, 9C₁ padded) and last (parts, 18C padded, D); sums for biases (parts, D), of `head_backward` (N, 2, 2C); all
-    float32, contiguous, each with as many parts as it has.
-    Gives the gradients of W₁ (D, C₁, 3, 3), its bias, W₂'s bias, W₃ (2C, D, 3, 3), its bias, and of log_scale.
-    """
-    (_, width, k1), (_, k3, _), (n, _, outputs) = first.shape, last.shape, head_sums.shape
-    new = partial(torch.empty, dtype=torch.float32, device=first.device)
-    to_first, to_last = new(width, channels, 3, 3), new(outputs, width, 3, 3)
-    to_bias, to_head = new(2, width), new(2, outputs)
-    rows, wide1, wide3 = 4, triton.next_power_of_2(9 * channels), triton.next_power_of_2(9 * outputs)
-    _unpack[(triton.cdiv(width, rows) + 1,)](
-        first, first_sums, second_sums, last, head_sums, to_first, to_bias[0], to_bias[1], to_last, to_head,
-        first.shape[0], first_sums.shape[0], second_sums.shape[0], last.shape[0], n,
-        D=width, C1=channels, K1=k1, C3=outputs // 2, K3=k3, ROWS=rows,
-        COLUMNS1=wide1, PARTS1=min(max(1024 // wide1, 1), 16), COLUMNS3=wide3, PARTS3=min(max(1024 // wide3, 1), 16),
-        HEAD=triton.next_power_of_2(2 * outputs),
-    )  # fmt: skip
-    return to_first, to_bias[0], to_bias[1], to_last, to_head[0], to_head[1]
