@@ -1,1 +1,13 @@
-"""Triton kernels that take over from plain PyTorch where its single operations leave time on the table."""
+"""Triton kernels that replace plain PyTorch on a GPU where its separate operations leave time unused.
+
+    dispatch     whether kernels can run on given tensors; imports no Triton
+    dense        products of fully connected layers, their gradients and updates
+    conv         convolutions of small images
+    coupling     Glow's coupling network as matrix products
+    elementwise  activations, ActNorm and splines
+    objective    the training loss
+    numerics     arithmetic that kernels share
+
+A module holds the kernels, their launchers and the autograd function that calls them. Most import Triton, so layers import them
+only once `dispatch.usable`, or a family's `choice`, has said yes.
+"""
