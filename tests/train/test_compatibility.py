@@ -15,7 +15,7 @@ import torch
 import selfnorm
 from selfnorm.data import load_dataset
 from selfnorm.report import canvas, figures
-from selfnorm.train.checkpoint import read
+from selfnorm.train.checkpoint import read_checkpoint
 from selfnorm.train.experiments import find_recipe
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.run import Result
@@ -47,7 +47,7 @@ def copied(tmp_path):
 def test_flat_recipes_are_read(name):
     assert "[" not in (BEFORE / name / "recipe.toml").read_text()
     assert RunFolder(BEFORE / name).read_recipe() == RECIPE
-    assert {read(BEFORE / name / f"{file}.safetensors").recipe for file in ("best", "last")} == {RECIPE}
+    assert {read_checkpoint(BEFORE / name / f"{file}.safetensors").recipe for file in ("best", "last")} == {RECIPE}
 
 
 def test_the_flow_scores_and_samples():
@@ -57,7 +57,7 @@ def test_the_flow_scores_and_samples():
 
 
 def test_the_likelihood_is_the_stored_one():
-    result = Result.read(BEFORE / "whole" / "result.json")
+    result = Result.read_checkpoint(BEFORE / "whole" / "result.json")
     assert (result.recipe, result.epochs, result.test.examples) == ("digits-conv-snf", 4, 250)
     assert Trained.open(BEFORE / "whole").evaluate().nll == pytest.approx(result.test.nll, abs=1e-3)
 
@@ -71,7 +71,7 @@ def test_images_get_the_stored_percentiles(tmp_path):
 def test_a_stopped_run_goes_on_to_the_same_end(copied):
     run = copied("stopped")
     ok("train", "--resume", run, "--device", "cpu", "-q")
-    whole, resumed = Result.read(BEFORE / "whole" / "result.json"), Result.read(run / "result.json")
+    whole, resumed = Result.read_checkpoint(BEFORE / "whole" / "result.json"), Result.read_checkpoint(run / "result.json")
     assert resumed.validation_nll == pytest.approx(whole.validation_nll, abs=1e-3)
     assert resumed.test.nll == pytest.approx(whole.test.nll, abs=1e-3)
     assert (run / "metrics.jsonl").read_text().startswith((BEFORE / "stopped" / "metrics.jsonl").read_text())
@@ -81,7 +81,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(copied):
     assert [record["epoch"] for record in after] == [1, 2, 3, 4]
     for old, new in zip(before[2:], after[2:], strict=True):
         assert new["reconstruction_weight"] == pytest.approx(old["weight"], rel=1e-3)
-    checkpoint = read(run / "last.safetensors")
+    checkpoint = read_checkpoint(run / "last.safetensors")
     assert checkpoint.recipe == RECIPE
     assert "loss.penalty.reconstruction_weight" in checkpoint.tensors
     assert (run / "curves.png").exists()
@@ -109,6 +109,6 @@ def test_verbs_accept_the_run(name, tmp_path):
     assert "digits-conv-snf, test: 11" in ok("eval", BEFORE / name)
     assert "round_trip" in json.loads(ok("doctor", BEFORE / name, "--json").splitlines()[0])
     ok("doctor", BEFORE / name, "--repair", "-o", tmp_path / "mended.safetensors")
-    assert read(tmp_path / "mended.safetensors").recipe == RECIPE
+    assert read_checkpoint(tmp_path / "mended.safetensors").recipe == RECIPE
     ok("sample", BEFORE / name, "-n", "4", "-o", tmp_path / "samples.png")
     assert (tmp_path / "samples.png").exists()
