@@ -19,7 +19,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColum
 from rich.table import Table
 from rich.text import Text
 
-from selfnorm.compare.table import Compared, Comparison, Planned
+from selfnorm.compare.plan import PlannedRun
+from selfnorm.compare.table import ComparedRun, Comparison
 from selfnorm.evaluate.health import FlowHealth
 from selfnorm.runtime.files import json_text
 from selfnorm.train.folder import RunFolder
@@ -263,23 +264,16 @@ def print_comparison(result: Result, twin: Result) -> None:
 
 
 @contextmanager
-def following(run: Planned, quiet: bool, as_json: bool) -> Iterator[Report]:
+def following(run: PlannedRun, quiet: bool, as_json: bool) -> Iterator[Report]:
     """A display for one run of several, which trains in another process."""
     if as_json:
-        yield lambda record: print_json({"run": str(run.path), **record})
+        yield lambda record: None if record["kind"] == "step" else print_json({"run": str(run.path), **record})
         return
     with TrainingDisplay(run.recipe, name=f"{run.place} {run.name}", quiet=quiet) as display:
-
-        def show(record: dict[str, Any]) -> None:
-            display(record)
-            if record["kind"] == "epoch":  # the other process tells of no steps
-                total = record["step"] // record["epoch"] * run.recipe.epochs
-                display({"kind": "step", "step": record["step"], "total": total})
-
-        yield show
+        yield display
 
 
-def print_compared(run: Compared, as_json: bool) -> None:
+def print_compared(run: ComparedRun, as_json: bool) -> None:
     """A run of several, when it is done."""
     planned = run.planned
     if not as_json:

@@ -39,8 +39,8 @@ from selfnorm.cli.options import (
     the_device,
     the_folder,
 )
-from selfnorm.compare.plan import check, plan
-from selfnorm.compare.plan import compare as compare_runs
+from selfnorm.compare.execute import run_comparison
+from selfnorm.compare.plan import check_runs, plan_runs
 from selfnorm.data import load_dataset
 from selfnorm.data.dataset import Dataset
 from selfnorm.train.folder import RunFolder
@@ -144,15 +144,15 @@ def compare(
     record of training is a line that names its run's folder, and the last line, of kind comparison, has the table and all runs.
     """
     settings, folder, where = settings or [], run or free_path(Path("runs") / "compare"), the_device(device)
-    planned = plan(recipes, settings, folder, seeds=seeds, data_dir=the_folder(data))
+    planned = plan_runs(recipes, settings, folder, seeds=seeds, data_dir=the_folder(data))
     with transfers(quiet or json) as on_progress:
-        check(planned, dataset_of(planned[0].recipe, on_progress))
+        check_runs(planned, dataset_of(planned[0].recipe, on_progress))
     words = ["selfnorm", "compare", *recipes, *(word for setting in settings for word in ("--set", setting))]
     words += ["--seeds", f"{seeds}"] if seeds > 1 else []
     words += ["--data", f"{data}"] if data else []
     words += ["--device", device] if device != "auto" else []
     try:
-        compared = compare_runs(
+        compared = run_comparison(
             planned,
             command=shlex.join(words),
             device=where,

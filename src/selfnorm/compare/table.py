@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
+from selfnorm.compare.plan import PlannedRun
 from selfnorm.report import figures
 from selfnorm.report.provenance import provenance
 from selfnorm.runtime.files import json_text, replacing, write_text
 from selfnorm.train.folder import RunFolder
-from selfnorm.train.recipe import Recipe
 from selfnorm.train.run import Result
 
-COLUMNS = (
+COMPARISON_COLUMNS = (
     "recipe",
     "exact test NLL (nats)",
     "±",
@@ -34,18 +34,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A run that is to be compared with others."""
-
-    recipe: Recipe
-    path: Path
-    settings: tuple[str, ...]  # the recipe's differences from that of its name in the table, its seed aside
-    name: str  # the recipe's, and the seed if there are several
-    place: str  # which of how many
-
-
-@dataclass(frozen=True)
-class Compared:
+class ComparedRun:
     """A run with what was measured of it, or with why it has no result.
 
     inverse_error:   the median over prior samples z of ‖f(g(z)) − z‖/‖z‖, g the flow's fastest inverse: the learned one, where
@@ -53,7 +42,7 @@ class Compared:
     sample_seconds:  of one sample by that inverse, one at a time; None where the flow refused to draw.
     """
 
-    planned: Planned
+    planned: PlannedRun
     result: Result | None = None
     inverse_error: float | None = None
     sample_seconds: float | None = None
@@ -87,7 +76,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """A recipe's line in the table. Over several seeds: the mean NLL, and the median of everything else."""
 
     recipe: str
@@ -107,7 +96,7 @@ class Row:
 class Comparison:
     """What several recipes came to."""
 
-    runs: tuple[Compared, ...]
+    runs: tuple[ComparedRun, ...]
     command: str
     device: torch.device
 
@@ -141,12 +130,12 @@ class Comparison:
             + ("on the device." if self.device.type == "cuda" else "above what the process held before it.")
         )
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ComparisonRow]:
         """One for each recipe, the best first, those without a result last."""
-        groups: dict[str, list[Compared]] = {}
+        groups: dict[str, list[ComparedRun]] = {}
         for run in self.runs:
             groups.setdefault(run.planned.recipe.name, []).append(run)
-        rows = [_row(name, runs) for name, runs in groups.items()]
+        rows = [_summary(name, runs) for name, runs in groups.items()]
         return sorted(rows, key=lambda row: math.inf if row.nll is None else row.nll)
 
     def failures(self) -> list[str]:
@@ -158,19 +147,19 @@ class Comparison:
         return {
             "title": self.title,
             "about": " ".join([self.about, *self.failures()]),
-            "columns": list(COLUMNS),
+            "columns": list(COMPARISON_COLUMNS),
             "rows": [
                 [
                     f"{row.recipe} ({row.note})" if row.note else row.recipe,
-                    _rounded(row.nll, 3),
-                    _rounded(row.standard_error, 3),
-                    _rounded(row.bits_per_dim, 4),
-                    _significant(row.step_ms, 3),
-                    _rounded(row.seconds, 1),
-                    _significant(row.peak_memory, 3),
+                    _to_decimals(row.nll, 3),
+                    _to_decimals(row.standard_error, 3),
+                    _to_decimals(row.bits_per_dim, 4),
+                    _to_digits(row.step_ms, 3),
+                    _to_decimals(row.seconds, 1),
+                    _to_digits(row.peak_memory, 3),
                     None if row.parameters is None else int(row.parameters),
-                    _significant(row.inverse_error, 2),
-                    _significant(row.sample_ms, 3),
+                    _to_digits(row.inverse_error, 2),
+                    _to_digits(row.sample_ms, 3),
                 ]
                 for row in self.rows()
             ],
@@ -217,7 +206,7 @@ class Comparison:
         return {**source, "epochs": " to ".join(map(str, sorted({min(epochs), max(epochs)})))}
 
 
-def _row(name: str, runs: list[Compared]) -> Row:
+def _summary(name: str, runs: list[ComparedRun]) -> ComparisonRow:
     found = [run.result for run in runs if run.result]
     values = [result.test.nll for result in found]
     if len(runs) > 1:
@@ -228,7 +217,7 @@ def _row(name: str, runs: list[Compared]) -> Row:
     if len(found) < len(runs):
         failed = "diverged" if all(run.diverged for run in runs if run.failure) else "failed"
         note = f"{len(runs) - len(found)} of {len(runs)} {failed}" if len(runs) > 1 else failed
-    return Row(
+    return ComparisonRow(
         recipe=name,
         note=note,
         nll=statistics.fmean(values) if values else None,
@@ -252,9 +241,9 @@ def _milli(seconds: float | None) -> float | None:
     return None if seconds is None else 1e3 * seconds
 
 
-def _rounded(value: float | None, digits: int) -> float | None:
+def _to_decimals(value: float | None, digits: int) -> float | None:
     return None if value is None or not math.isfinite(value) else round(value, digits)
 
 
-def _significant(value: float | None, digits: int) -> float | None:
+def _to_digits(value: float | None, digits: int) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
