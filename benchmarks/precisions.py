@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from record import Cell, at_least, command, parser, record, run
-from selfnorm.cli.options import the_device
+from selfnorm.cli.options import resolve_device
 from selfnorm.data.batches import Examples
 from selfnorm.evaluate.likelihood import likelihood
 from selfnorm.report.provenance import provenance
@@ -37,7 +37,7 @@ def main() -> None:
     chosen = options.parse_args()
     recipe = settled(replace(find_recipe(chosen.recipe), epochs=chosen.epochs, warmup_epochs=1.0))
     dataset = dataset_of(recipe)
-    trainer = Trainer(recipe, dataset, device=the_device("auto"), report=report)
+    trainer = Trainer(recipe, dataset, device=resolve_device("auto"), report=report)
     trainer.start()
     flow = trainer.run().flow().to(trainer.device)
     test = Examples(dataset.test, dataset.levels, trainer.device)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from record import Cell, at_least, command, parser, record, run
-from selfnorm.cli.options import the_device
+from selfnorm.cli.options import resolve_device
 from selfnorm.data.dataset import Dataset
 from selfnorm.report.provenance import provenance
 from selfnorm.train.loop import Trainer
@@ -52,7 +52,7 @@ def main() -> None:
     chosen = options.parse_args()
     if chosen.epochs < 3:
         raise ValueError(f"--epochs: expected at least 3, since the first are left out, got {chosen.epochs}")
-    device = the_device("auto")
+    device = resolve_device("auto")
     rows: list[list[Cell]] = []
     for name in chosen.recipes:
         recipe = settled(replace(find_recipe(name), epochs=chosen.epochs, validate_every=chosen.epochs))

@@ -184,7 +184,9 @@ def test_a_signal_saves_the_run_under_way_and_says_how_to_go_on(tmp_path):
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
     last = stderr.splitlines()[-1]
-    assert last.startswith("selfnorm: stopped by SIGINT, all saved; go on with: selfnorm compare digits-fc-snf digits-fc-exact")
+    assert last.startswith(
+        "selfnorm: stopped by SIGINT, all saved; continue with: selfnorm compare digits-fc-snf digits-fc-exact"
+    )
     assert last.endswith(f" --set epochs=900 --run '{folder}'") and stdout == "" and "Traceback" not in stderr
     assert 0 < read(folder / NAMES[0] / "last.safetensors").progress["step"] < 900 * 12
     with RunFolder(folder / NAMES[0]).locked():

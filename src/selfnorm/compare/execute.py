@@ -1,4 +1,4 @@
-"""Trains the runs of a comparison one after another, each in a process of its own, and measures all of them."""
+"""Trains the runs of a comparison one after another, each in its own process, and measures them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several runs came to, side by side: one table, as a file for results/, as CSV, and a picture of their course."""
+"""The results of a comparison: one table, as JSON in the shape of results/, as CSV, and as a figure of the validation curves."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ COMPARISON_COLUMNS = (
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run with what was measured of it, or with why it has no result.
+    """A run with its measurements, or with the reason why it has no result.
 
-    inverse_error:   the median over prior samples z of ‖f(g(z)) − z‖/‖z‖, g the flow's fastest inverse: the learned one, where
-                     it has one.
-    sample_seconds:  of one sample by that inverse, one at a time; None where the flow refused to draw.
+    inverse_error:   the median over prior samples z of ‖f(g(z)) − z‖/‖z‖, where g is the flow's fastest inverse: the learned one
+                     if there is one.
+    sample_seconds:  the time of drawing one sample with that inverse; None if a sample was not finite.
     """
 
     planned: PlannedRun
@@ -50,7 +50,7 @@ class ComparedRun:
     diverged: bool = False
 
     def row(self) -> dict[str, Any]:
-        """All figures of the run in full, by names that have their units."""
+        """All numbers of the run, unrounded, by names that include their units."""
         recipe, result = self.planned.recipe, self.result
         outcome = "finished" if result else "diverged" if self.diverged else "failed"
         return {
@@ -77,10 +77,10 @@ class ComparedRun:
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """A recipe's line in the table. Over several seeds: the mean NLL, and the median of everything else."""
+    """A recipe's row in the table. Over several seeds: the mean NLL, and the median of everything else."""
 
     recipe: str
-    note: str  # if a run of it failed
+    note: str  # such as "1 of 3 failed"; empty if none did
     nll: float | None
     standard_error: float | None
     bits_per_dim: float | None
@@ -91,10 +91,15 @@ class ComparisonRow:
     inverse_error: float | None
     sample_ms: float | None
 
+    @property
+    def label(self) -> str:
+        """The recipe's name, with the note if there is one."""
+        return f"{self.recipe} ({self.note})" if self.note else self.recipe
+
 
 @dataclass(frozen=True)
 class Comparison:
-    """What several recipes came to."""
+    """The runs of a comparison with their results, the command that made it, and the device."""
 
     runs: tuple[ComparedRun, ...]
     command: str
@@ -112,7 +117,7 @@ class Comparison:
 
     @property
     def about(self) -> str:
-        """What the figures mean, as a caption."""
+        """A caption that explains the columns."""
         seeds = sorted({run.planned.recipe.seed for run in self.runs})
         tests = [run.result.test for run in self.runs if run.result]
         examples = f"{tests[0].examples} test examples" if tests else "the test examples"
@@ -124,14 +129,14 @@ class Comparison:
         else:
             spread = f"NLL: exact ± its standard error over {examples}; one seed, {seeds[0]}"
         return (
-            f"{spread}. Lower is better. All runs saw the same batches and noise, one after another, each in a process of its "
-            "own. Inverse error: ‖f(g(z)) − z‖/‖z‖, the median over prior samples, by the flow's fastest inverse g; that also "
-            "draws the samples, one at a time. Peak memory: of the training, "
+            f"{spread}. Lower is better. All runs saw the same batches and noise. They ran one after another, each in its own "
+            "process. Inverse error: the median of ‖f(g(z)) − z‖/‖z‖ over prior samples, where g is the flow's fastest inverse; "
+            "samples are drawn with g, one at a time. Peak memory: of training, "
             + ("on the device." if self.device.type == "cuda" else "above what the process held before it.")
         )
 
     def rows(self) -> list[ComparisonRow]:
-        """One for each recipe, the best first, those without a result last."""
+        """One row for each recipe, the best first, those without a result last."""
         groups: dict[str, list[ComparedRun]] = {}
         for run in self.runs:
             groups.setdefault(run.planned.recipe.name, []).append(run)
@@ -139,18 +144,18 @@ class Comparison:
         return sorted(rows, key=lambda row: math.inf if row.nll is None else row.nll)
 
     def failures(self) -> list[str]:
-        """Why runs have no result, a line for each."""
+        """One line for each run that has no result, with the reason."""
         return [f"{run.planned.name}: {run.failure}" for run in self.runs if run.failure]
 
     def report(self) -> dict[str, Any]:
-        """In the shape of a file in results/."""
+        """The comparison in the shape of a file in results/."""
         return {
             "title": self.title,
             "about": " ".join([self.about, *self.failures()]),
             "columns": list(COMPARISON_COLUMNS),
             "rows": [
                 [
-                    f"{row.recipe} ({row.note})" if row.note else row.recipe,
+                    row.label,
                     _to_decimals(row.nll, 3),
                     _to_decimals(row.standard_error, 3),
                     _to_decimals(row.bits_per_dim, 4),
@@ -167,7 +172,7 @@ class Comparison:
         }
 
     def write(self, folder: Path) -> list[Path]:
-        """Write comparison.json, comparison.csv and, if anything was validated, comparison.png; where they are."""
+        """Write comparison.json, comparison.csv and, if anything was validated, comparison.png; returns their paths."""
         folder.mkdir(parents=True, exist_ok=True)
         written = [folder / "comparison.json", folder / "comparison.csv"]
         write_text(written[0], json_text(self.report(), indent=1) + "\n")
@@ -176,26 +181,25 @@ class Comparison:
             writer = csv.DictWriter(stream, rows[0].keys(), lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
-        # Last, since what can go wrong with a picture must not cost the figures.
+        # The figure comes last: if drawing fails, the numbers are on disk.
         if courses := self._courses():
             written.append(folder / "comparison.png")
             figures.courses(written[2], self.title, courses)
         return written
 
     def _courses(self) -> dict[str, list[list[tuple[float, float]]]]:
-        """By recipe, in the table's order, each run's exact validation NLL against seconds of training."""
+        """For each row of the table, its runs' exact validation NLLs as (seconds of training, NLL)."""
         found: dict[str, list[list[tuple[float, float]]]] = {}
         for row in self.rows():
             for run in self.runs:
                 if run.planned.recipe.name == row.recipe:
                     records = RunFolder(run.planned.path).read_log()
                     course = [(record["seconds"], record["nll"]) for record in records if record["kind"] == "validation"]
-                    label = f"{row.recipe} ({row.note})" if row.note else row.recipe
-                    found.setdefault(label, []).extend([course] if course else [])
+                    found.setdefault(row.label, []).extend([course] if course else [])
         return {label: courses for label, courses in found.items() if courses}
 
     def _provenance(self) -> dict[str, str | None]:
-        """Of the runs, which may have been trained on different days; the command is the comparison's."""
+        """The provenance of the runs, which may have trained on different days, with the comparison's command."""
         results = [run.result for run in self.runs if run.result]
         source = provenance(self.device, self.command)
         for key in source.keys() - {"command"}:
@@ -207,6 +211,7 @@ class Comparison:
 
 
 def _summary(name: str, runs: list[ComparedRun]) -> ComparisonRow:
+    """The row of a recipe's runs."""
     found = [run.result for run in runs if run.result]
     values = [result.test.nll for result in found]
     if len(runs) > 1:

@@ -1,4 +1,4 @@
-"""Runs a function in a process of its own and returns how it ended, whatever happens to that process."""
+"""Runs a function in its own process and returns how it ended, whatever happens to that process."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def run_in_worker(work: Callable[[Report], object], report: Report, stop: Forwar
             stop.worker = None
             process.join()
         assert process.exitcode is not None
-        return outcome or Outcome("failed", died(process.exitcode, _read(output)))
+        return outcome or Outcome("failed", died(process.exitcode, _printed(output)))
 
 
 def died(code: int, output: str) -> str:
@@ -101,7 +101,7 @@ def _messages(receiver: Connection[Any, Any]) -> Iterator[Any]:
             yield receiver.recv()
 
 
-def _read(path: Path) -> str:
+def _printed(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
