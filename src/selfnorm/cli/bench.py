@@ -61,9 +61,7 @@ def steps(
         list[str] | None,
         typer.Option("--models", metavar="NAME", help="Recipe or pattern; repeatable. Default: the paper's."),
     ] = None,
-    memory: Annotated[
-        bool, typer.Option("--memory", help="Measure a step's memory and the least it needs, not its time.")
-    ] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="Measure a step's memory, and the least it needs, instead.")] = False,
     seconds: Seconds = None,
     quick: Annotated[bool, typer.Option("--quick", help="Take short, rough measurements; no peak memory on a CPU.")] = False,
     precision: PrecisionOption = PrecisionChoice.tf32,
