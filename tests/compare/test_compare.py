@@ -190,10 +190,10 @@ def test_a_signal_saves_the_run_under_way_and_says_how_to_go_on(tmp_path):
     assert last.endswith(f" --set epochs=900 --run '{folder}'") and stdout == "" and "Traceback" not in stderr
     assert 0 < read(folder / NAMES[0] / "last.safetensors").progress["step"] < 900 * 12
     with RunFolder(folder / NAMES[0]).locked():
-        assert not (folder / NAMES[1]).exists(), "nobody is at the run any more, and no other was begun"
+        assert not (folder / NAMES[1]).exists(), "the run is no longer locked, and the other was not started"
 
 
-@pytest.mark.skipif(os.name != "posix", reason="elsewhere nobody tells a process that its parent is gone")
+@pytest.mark.skipif(os.name != "posix", reason="only POSIX lets the worker save itself")
 def test_a_run_whose_comparison_was_killed_saves_itself_and_stops(tmp_path):
     command = [sys.executable, "-m", "selfnorm", "compare", NAMES[0], "--set", "epochs=3000", "--run", str(tmp_path)]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=-3, stderr=-3)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from selfnorm.compare.worker import ForwardedStops, Outcome, _one_line, died, run_in_worker
+from selfnorm.compare.worker import ForwardedStops, Outcome, _one_line, death_reason, run_in_worker
 from selfnorm.train.stopping import DivergedError
 from support import work
 
@@ -83,6 +83,6 @@ def test_lines_about_errors_and_dead_processes():
     except ZeroDivisionError as error:
         line = _one_line(error)
     assert line.startswith("division by zero (ZeroDivisionError at test_worker.py:")
-    assert died(1, "a\nno space\n") == "no space"
-    assert died(-9, "half a li") == "killed by SIGKILL"
-    assert died(1, "") == "exit status 1 without a message"
+    assert death_reason(1, "a\nno space\n") == "no space"
+    assert death_reason(-9, "half a li") == "killed by SIGKILL"
+    assert death_reason(1, "") == "exit status 1 without a message"

@@ -40,7 +40,7 @@ def compare(
     """Train several recipes on the same data, seeds and noise, and compare them in one table.
 
     The table has exact test likelihood, time, memory, parameters, and the error and speed of each flow's inverse. Every run
-    trains in its own process; if one fails, the others go on.
+    trains in its own process; if one fails, the others continue.
 
     The folder gets the table (comparison.json), one line for each run (comparison.csv) and the exact validation curves
     (comparison.png). You can stop at any time; the same command with `--run` continues and keeps finished runs. With `--json`,

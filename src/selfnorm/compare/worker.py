@@ -85,10 +85,10 @@ def run_in_worker(work: Callable[[Report], object], report: Report, stop: Forwar
             stop.worker = None
             process.join()
         assert process.exitcode is not None
-        return outcome or Outcome("failed", died(process.exitcode, _printed(output)))
+        return outcome or Outcome("failed", death_reason(process.exitcode, _printed(output)))
 
 
-def died(code: int, output: str) -> str:
+def death_reason(code: int, output: str) -> str:
     """One line about a process that ended without an outcome: the signal that killed it, or the last line that it printed."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
