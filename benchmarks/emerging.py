@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from record import Cell, at_least, command, parser, record, run
-from selfnorm.cli.options import the_device
+from selfnorm.cli.options import resolve_device
 from selfnorm.layers.emerging import AutoregressiveConv2d, Mask, solve_by_fronts, solve_by_rows
 from selfnorm.linalg.convmatrix import Geometry, conv_matrix
 from selfnorm.report.provenance import provenance
@@ -99,7 +99,7 @@ def main() -> None:
     options.add_argument("--repeats", type=at_least(1), default=9)
     options.add_argument("--threads", type=at_least(1), default=1)
     chosen = options.parse_args()
-    device = the_device(chosen.device)
+    device = resolve_device(chosen.device)
     torch.manual_seed(0)
     masks: tuple[Mask, ...] = ("quadrant", "raster")
     with cpu_threads(chosen.threads):

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from record import Cell, at_least, command, parser, record, run
-from selfnorm.cli.options import the_device
+from selfnorm.cli.options import resolve_device
 from selfnorm.data.batches import Examples, TrainingBatches
 from selfnorm.kernels.dispatch import used_on
 from selfnorm.report.provenance import provenance
@@ -92,7 +92,7 @@ def main() -> None:
     chosen = options.parse_args()
     if chosen.steps < 1:
         raise ValueError(f"--steps: expected at least 1, got {chosen.steps}")
-    device = the_device("auto")
+    device = resolve_device("auto")
     rows: list[list[Cell]] = []
     for name in chosen.recipes:
         recipe, began = with_absolute_data_path(find_recipe(name)), time.time()

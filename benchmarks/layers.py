@@ -18,7 +18,7 @@ import torch
 
 from record import Cell, at_least, command, parser, record, run
 from selfnorm import Bijection, ExactConv2d, ExactLinear, SelfNormConv2d, SelfNormLinear
-from selfnorm.cli.options import the_device
+from selfnorm.cli.options import resolve_device
 from selfnorm.linalg.convmatrix import Geometry, conv_matrix
 from selfnorm.report.provenance import provenance
 from selfnorm.runtime.device import synchronize
@@ -84,7 +84,7 @@ def main() -> None:
     options.add_argument("--device", default="cpu")
     options.add_argument("--repeats", type=at_least(1), default=9)
     chosen = options.parse_args()
-    device = the_device(chosen.device)
+    device = resolve_device(chosen.device)
     torch.manual_seed(0)
 
     rows = []

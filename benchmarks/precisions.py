@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from record import Cell, at_least, command, parser, record, run
-from selfnorm.cli.options import the_device
+from selfnorm.cli.options import resolve_device
 from selfnorm.data.batches import Examples
 from selfnorm.evaluate.likelihood import likelihood
 from selfnorm.report.provenance import provenance
@@ -36,7 +36,7 @@ def main() -> None:
     chosen = options.parse_args()
     recipe = with_absolute_data_path(find_recipe(chosen.recipe).changed(epochs=chosen.epochs, warmup_epochs=1.0))
     dataset = dataset_of(recipe)
-    trainer = Trainer(recipe, dataset, device=the_device("auto"), report=report)
+    trainer = Trainer(recipe, dataset, device=resolve_device("auto"), report=report)
     trainer.start()
     flow = trainer.run().flow().to(trainer.device)
     test = Examples(dataset.test, dataset.levels, trainer.device)

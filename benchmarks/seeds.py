@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from record import Cell, at_least, command, parser, record, run
-from selfnorm.cli.options import the_device
+from selfnorm.cli.options import resolve_device
 from selfnorm.data.dataset import Dataset
 from selfnorm.report.provenance import provenance
 from selfnorm.train.experiments import find_recipe
@@ -51,7 +51,7 @@ def main() -> None:
     chosen = options.parse_args()
     if chosen.epochs < 3:
         raise ValueError(f"--epochs: expected at least 3, since the first are left out, got {chosen.epochs}")
-    device = the_device("auto")
+    device = resolve_device("auto")
     rows: list[list[Cell]] = []
     for name in chosen.recipes:
         recipe = with_absolute_data_path(find_recipe(name).changed(epochs=chosen.epochs, validate_every=chosen.epochs))

@@ -106,7 +106,7 @@ def test_wrong_arguments(args, said, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_to_is_told_of_at_once(tmp_path):
+def test_a_folder_that_cannot_be_written_to_is_refused_at_once(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     assert "--json: expected a folder to write to" in fails("bench", "scaling", "--json", tmp_path / "file" / "x.json")
     (tmp_path / "x.png").mkdir()

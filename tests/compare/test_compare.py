@@ -1,15 +1,15 @@
 """Comparisons: the same data for all, one table that agrees with the runs, going on, and runs that fail."""
 
 import json
-import math
 import mmap
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +17,9 @@ import pytest
 import torch
 from PIL import Image
 
-from selfnorm.compare.plan import _reason, _with_nan, plan
-from selfnorm.compare.table import Compared, Comparison
+from selfnorm.compare.execute import run_comparison
+from selfnorm.compare.plan import plan_runs
+from selfnorm.compare.table import ComparedRun, Comparison
 from selfnorm.evaluate.likelihood import Likelihood
 from selfnorm.report import canvas, figures
 from selfnorm.report.results import build
@@ -87,22 +88,22 @@ def test_a_comparison_can_be_put_among_the_results(compared, tmp_path):
 
 
 def test_several_seeds_are_a_mean_with_its_own_standard_error(compared, tmp_path):
-    runs = plan(NAMES, ["seed=4", "epochs=2"], tmp_path, seeds=3)
+    runs = plan_runs(NAMES, ["seed=4", "epochs=2"], tmp_path, seeds=3)
     assert [run.path.name for run in runs[::2]] == ["digits-fc-snf", "digits-fc-snf-seed5", "digits-fc-snf-seed6"]
-    assert plan(NAMES, ["seed=4", "epochs=2"], tmp_path)[0].path == runs[0].path, "so that seeds can be added"
+    assert plan_runs(NAMES, ["seed=4", "epochs=2"], tmp_path)[0].path == runs[0].path, "so that seeds can be added"
     assert runs[3].place == "4/6" and runs[3].name == "digits-fc-exact, seed 5"
-    result = Result.read(compared[0] / "digits-fc-snf" / "result.json")
+    result = Result.read_checkpoint(compared[0] / "digits-fc-snf" / "result.json")
     values = iter([1.0, 50.0, 2.0, 51.0, 6.0, 0.0])
     done = [
-        Compared(run, replace(result, test=Likelihood(next(values), 9.0, 1.0, 250, 2)), 0.5, index)
+        ComparedRun(run, replace(result, test=Likelihood(next(values), 9.0, 1.0, 250, 2)), 0.5, index)
         for index, run in enumerate(runs)
     ]
-    done[5] = Compared(runs[5], failure="it broke")
-    done[3] = Compared(runs[3], failure="it grew", diverged=True)
+    done[5] = ComparedRun(runs[5], failure="it broke")
+    done[3] = ComparedRun(runs[3], failure="it grew", diverged=True)
     mixed = Comparison(tuple(done), "selfnorm compare", torch.device("cpu"))
     assert mixed.rows()[1].note == "2 of 3 failed", "not all of those that failed diverged"
-    done[3] = Compared(runs[3], replace(result, test=Likelihood(51.0, 9.0, 1.0, 250, 2)), 0.5, 3)
-    done[5] = Compared(runs[5], failure="it broke", diverged=True)
+    done[3] = ComparedRun(runs[3], replace(result, test=Likelihood(51.0, 9.0, 1.0, 250, 2)), 0.5, 3)
+    done[5] = ComparedRun(runs[5], failure="it broke", diverged=True)
     comparison = Comparison(tuple(done), "selfnorm compare", torch.device("cpu"))
     first, second = comparison.rows()
     assert (first.nll, first.standard_error, first.sample_ms) == (3.0, pytest.approx(7**0.5 / 3**0.5), 2000)
@@ -117,10 +118,10 @@ def test_several_seeds_are_a_mean_with_its_own_standard_error(compared, tmp_path
     ("args", "said"),
     [
         (("digits-fc-snff",), "did you mean digits-fc-snf?"),
-        (("nothing-*",), "expected a pattern that one of digits-fc-snf, "),
+        (("nothing-*",), "expected a pattern that matches one of digits-fc-snf, "),
         (("digits-fc-snf", "digits-*"), "digits-fc-snf twice"),
-        (("digits-fc-snf", "moons-fc-snf"), "got data.source digits of digits-fc-snf, moons of moons-fc-snf"),
-        (("mnist-glow-snf", "mnist-fc-snf"), "got data.jitter 1 of mnist-glow-snf, 0 of mnist-fc-snf"),
+        (("digits-fc-snf", "moons-fc-snf"), "got data digits of digits-fc-snf, moons of moons-fc-snf"),
+        (("mnist-glow-snf", "mnist-fc-snf"), "got jitter 1 of mnist-glow-snf, 0 of mnist-fc-snf"),
         (("digits-fc-snf", "--set", "epoch=3"), "did you mean epochs?"),
         (("digits-fc-snf", "--set", "kind=magic"), "magic"),
         (
@@ -140,7 +141,7 @@ def test_wrong_arguments(args, said, tmp_path, monkeypatch):
 
 
 def test_another_recipe_in_a_runs_folder_is_left_alone(copy):
-    assert "another optimiser.epochs" in fails("compare", *NAMES, *SHORT, "--set", "epochs=3", "--run", copy)
+    assert "got a different epochs" in fails("compare", *NAMES, *SHORT, "--set", "epochs=3", "--run", copy)
     (copy / "digits-fc-snf" / "recipe.toml").unlink()
     assert "got something else" in fails("compare", *NAMES, *SHORT, "--run", copy)
 
@@ -148,7 +149,7 @@ def test_another_recipe_in_a_runs_folder_is_left_alone(copy):
 def test_a_folder_that_cannot_be_written_to_is_refused_before_training(tmp_path):
     (tmp_path / "file").write_text("")
     said = fails("compare", *NAMES, *SHORT, "--run", tmp_path / "file")
-    assert f"{tmp_path / 'file'}: expected a folder to write to, got File exists; name another by --run" in said
+    assert f"{tmp_path / 'file'}: expected a folder to write to, got File exists; choose another with --run" in said
 
 
 def test_a_run_that_another_process_is_at_is_refused_before_training(copy):
@@ -183,14 +184,16 @@ def test_a_signal_saves_the_run_under_way_and_says_how_to_go_on(tmp_path):
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
     last = stderr.splitlines()[-1]
-    assert last.startswith("selfnorm: stopped by SIGINT, all saved; go on with: selfnorm compare digits-fc-snf digits-fc-exact")
-    assert last.endswith(f" --set epochs=900 --run '{folder}'") and stdout == ""
+    assert last.startswith(
+        "selfnorm: stopped by SIGINT, all saved; continue with: selfnorm compare digits-fc-snf digits-fc-exact"
+    )
+    assert last.endswith(f" --set epochs=900 --run '{folder}'") and stdout == "" and "Traceback" not in stderr
     assert 0 < read_checkpoint(folder / NAMES[0] / "last.safetensors").progress["step"] < 900 * 12
     with RunFolder(folder / NAMES[0]).locked():
-        assert not (folder / NAMES[1]).exists(), "nobody is at the run any more, and no other was begun"
+        assert not (folder / NAMES[1]).exists(), "the run is no longer locked, and the other was not started"
 
 
-@pytest.mark.skipif(os.name != "posix", reason="elsewhere nobody tells a process that its parent is gone")
+@pytest.mark.skipif(os.name != "posix", reason="only POSIX lets the worker save itself")
 def test_a_run_whose_comparison_was_killed_saves_itself_and_stops(tmp_path):
     command = [sys.executable, "-m", "selfnorm", "compare", NAMES[0], "--set", "epochs=3000", "--run", str(tmp_path)]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=-3, stderr=-3)
@@ -221,46 +224,48 @@ def test_a_run_that_fails_has_a_row_and_costs_no_other(copy):
     assert json.loads((copy / "comparison.json").read_text())["rows"][1][1:] == [None] * 9
 
 
-def test_a_run_that_diverges_says_so(tmp_path, monkeypatch):
-    python = tmp_path / "python"  # in place of one that trains
-    python.write_text("""#!/bin/sh\necho "$@" > words\necho '{"kind": "ep'\necho "selfnorm: it diverged" >&2\nexit 3\n""")
-    python.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(python))
-    options = ("--set", "seed=3", "--data", tmp_path, "--run", tmp_path / "one", "--device", "cpu", "--json")
-    result = invoke("compare", "digits-fc-snf", *options)
+def test_a_run_that_is_killed_costs_no_other_and_can_be_continued(tmp_path):
+    runs = plan_runs(NAMES, ["epochs=2", "validate_every=1", "test_samples=2"], tmp_path)
+
+    def kill_the_first(record):
+        for worker in multiprocessing.active_children():
+            worker.kill()
+
+    def compare(report_of):
+        return run_comparison(runs, command="", watch=lambda run: nullcontext(report_of[run.recipe.name]))
+
+    killed, other = compare({NAMES[0]: kill_the_first, NAMES[1]: lambda record: None}).runs
+    assert (killed.failure, killed.diverged, killed.result) == ("killed by SIGKILL", False, None) and other.result is not None
+    records = []
+    first, second = compare({NAMES[0]: records.append}).runs
+    assert first.result is not None and second.result == other.result and records[-1]["kind"] == "result"
+
+
+def test_a_run_that_diverges_says_so(tmp_path):
+    wild = ("--set", "learning_rate=1e30", "--set", "warmup_epochs=0", "--set", "seed=3", "--data", tmp_path)
+    result = invoke("compare", "digits-fc-snf", *wild, "--run", tmp_path / "one", "--device", "cpu", "--json")
     assert result.exit_code == 3 and result.stderr == ""
-    assert Path("words").read_text().strip() == (
-        f"-m selfnorm train digits-fc-snf --set seed=3 --set data_dir={tmp_path} --seed 3 "
-        f"--run {tmp_path / 'one' / 'digits-fc-snf'} --device cpu --json"
-    )
-    failure, comparison = map(json.loads, result.stdout.splitlines())
-    assert failure["kind"] == "failure" and failure["diverged"] and failure["reason"] == "it diverged"
+    *records, failure, comparison = map(json.loads, result.stdout.splitlines())
+    assert all(record["kind"] in ("epoch", "validation") for record in records)
+    assert failure["kind"] == "failure" and failure["diverged"]
+    assert failure["reason"].startswith("digits-fc-snf diverged: ")
+    assert failure["reason"].endswith(f". The best and the last good checkpoint are in {tmp_path / 'one' / 'digits-fc-snf'}")
     assert comparison["runs"][0]["outcome"] == "diverged" and comparison["rows"][0][0] == "digits-fc-snf (diverged)"
-
-
-def test_what_a_dead_process_leaves_is_one_line():
-    assert _reason(1, "a\nselfnorm: no space\n") == "no space"
-    assert _reason(-9, "half a li") == "killed by SIGKILL"
-    assert _reason(1, "") == "no message"
-    assert _reason(143, "selfnorm: stopped by SIGTERM, all saved; go on with: …").startswith("stopped by a signal, all saved")
-
-
-def test_null_comes_back_as_nan():
-    back = _with_nan({"a": [None, 1], "b": {"c": None}})
-    assert math.isnan(back["a"][0]) and back["a"][1] == 1 and math.isnan(back["b"]["c"])
+    stored = RunFolder(tmp_path / "one" / "digits-fc-snf").read_recipe()
+    assert (stored.seed, stored.data_dir, stored.learning_rate) == (3, str(tmp_path), 1e30)
 
 
 # What runs measure of themselves
 
 
 def test_results_know_time_memory_and_size(compared):
-    result = Result.read(compared[0] / "digits-fc-snf" / "result.json")
+    result = Result.read_checkpoint(compared[0] / "digits-fc-snf" / "result.json")
     assert 0 < result.step_seconds * 2 * 12 <= result.seconds
     assert result.parameters == 2 * (2 * 64**2 + 64)
     assert _step_seconds([{"step_seconds": value} for value in (1.0, None, 9.0, 2.0)]) == 2.0
     assert result.peak_memory is None or 0 < result.peak_memory < 2000
     with pytest.raises(ValueError, match=r"nowhere.*expected a run's result"):
-        Result.read(compared[0] / "nowhere")
+        Result.read_checkpoint(compared[0] / "nowhere")
 
 
 def test_an_epoch_entered_in_its_middle_has_no_time_per_step():
@@ -297,4 +302,4 @@ def test_the_picture_is_not_spoilt_by_a_wild_start_or_a_bad_run(monkeypatch, tmp
     assert len(colors) == 5 and len(set(colors[:3])) == 1 and len(set(colors)) == 3  # the mean of two, both, and the others
     assert ax.get_ylim()[0] < 96.2 and 100 < ax.get_ylim()[1] < 130
     assert ax.get_xscale() == "log" and ax.get_xlim()[1] > 900
-    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["good", "bad, above the plot", "long"]
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["good", "bad, above the picture", "long"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from typer.testing import CliRunner
 
-from selfnorm.cli.main import app
+from selfnorm.cli import app
 
 VERBS = ("train", "compare", "fit", "eval", "sample", "score", "recipes", "doctor")
 SHORT = ("--set", "epochs=2", "--set", "validate_every=1", "--set", "test_samples=2")

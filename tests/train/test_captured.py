@@ -269,7 +269,7 @@ def test_what_goes_wrong_inside_a_graph_is_found_at_the_end_of_the_epoch(kind):
             trainer.run()
         assert done == [1, 2, 3]
     else:
-        with pytest.warns(RuntimeWarning, match="factorised anew"):
+        with pytest.warns(RuntimeWarning, match="factorised again"):
             trainer.run()
         assert done == [1, 2, 3, 4, 5, 6]
         assert int(trainer.flow.bijection[6].fallbacks) == 1

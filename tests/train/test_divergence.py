@@ -231,7 +231,7 @@ def test_debiasing_that_has_no_finite_variance_ends_the_run_by_name():
 
 
 def test_fallbacks_are_logged(tmp_path):
-    with pytest.warns(RuntimeWarning, match=r"factorised anew.*\.fallbacks"):
+    with pytest.warns(RuntimeWarning, match=r"factorised again.*\.fallbacks"):
         start_run(digits(*SMALL, "kind=tracked", "learning_rate=0.3", "warmup_epochs=0"), tmp_path / "run")
     counts = [record["fallbacks"] for record in RunFolder(tmp_path / "run").read_log() if record["kind"] == "epoch"]
     assert len(counts) == 6 and 0 < counts[0] <= counts[-1]

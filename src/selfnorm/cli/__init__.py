@@ -1,6 +1,6 @@
-"""The command `selfnorm`."""
+"""The command `selfnorm`: `app`, with one module for each group of verbs."""
 
-import selfnorm.cli.main  # noqa: F401  (registers the verbs)
-from selfnorm.cli.options import app
+from selfnorm.cli import train, compare, use, bench  # noqa: F401, I001  (registers the verbs, in the order of the help)
+from selfnorm.cli.application import app
 
 __all__ = ["app"]

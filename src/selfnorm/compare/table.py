@@ -1,4 +1,4 @@
-"""What several runs came to, side by side: one table, as a file for results/, as CSV, and a picture of their course."""
+"""The results of a comparison: one table, as JSON in the shape of results/, as CSV, and as a figure of the validation curves."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
+from selfnorm.compare.plan import PlannedRun
 from selfnorm.report import figures
 from selfnorm.report.provenance import provenance
 from selfnorm.runtime.files import json_text, replacing, write_text
 from selfnorm.train.folder import RunFolder
-from selfnorm.train.recipe import Recipe
 from selfnorm.train.run import Result
 
-COLUMNS = (
+COMPARISON_COLUMNS = (
     "recipe",
     "exact test NLL (nats)",
     "±",
@@ -34,26 +34,15 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A run that is to be compared with others."""
+class ComparedRun:
+    """A run with its measurements, or with the reason why it has no result.
 
-    recipe: Recipe
-    path: Path
-    settings: tuple[str, ...]  # the recipe's differences from that of its name in the table, its seed aside
-    name: str  # the recipe's, and the seed if there are several
-    place: str  # which of how many
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A run with what was measured of it, or with why it has no result.
-
-    inverse_error:   the median over prior samples z of ‖f(g(z)) − z‖/‖z‖, g the flow's fastest inverse: the learned one, where
-                     it has one.
-    sample_seconds:  of one sample by that inverse, one at a time; None where the flow refused to draw.
+    inverse_error:   the median over prior samples z of ‖f(g(z)) − z‖/‖z‖, where g is the flow's fastest inverse: the learned one
+                     if there is one.
+    sample_seconds:  the time of drawing one sample with that inverse; None if a sample was not finite.
     """
 
-    planned: Planned
+    planned: PlannedRun
     result: Result | None = None
     inverse_error: float | None = None
     sample_seconds: float | None = None
@@ -61,7 +50,7 @@ class Compared:
     diverged: bool = False
 
     def row(self) -> dict[str, Any]:
-        """All figures of the run in full, by names that have their units."""
+        """All numbers of the run, unrounded, by names that include their units."""
         recipe, result = self.planned.recipe, self.result
         outcome = "finished" if result else "diverged" if self.diverged else "failed"
         return {
@@ -87,11 +76,11 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A recipe's line in the table. Over several seeds: the mean NLL, and the median of everything else."""
+class ComparisonRow:
+    """A recipe's row in the table. Over several seeds: the mean NLL, and the median of everything else."""
 
     recipe: str
-    note: str  # if a run of it failed
+    note: str  # such as "1 of 3 failed"; empty if none did
     nll: float | None
     standard_error: float | None
     bits_per_dim: float | None
@@ -102,12 +91,17 @@ class Row:
     inverse_error: float | None
     sample_ms: float | None
 
+    @property
+    def label(self) -> str:
+        """The recipe's name, with the note if there is one."""
+        return f"{self.recipe} ({self.note})" if self.note else self.recipe
+
 
 @dataclass(frozen=True)
 class Comparison:
-    """What several recipes came to."""
+    """The runs of a comparison with their results, the command that made it, and the device."""
 
-    runs: tuple[Compared, ...]
+    runs: tuple[ComparedRun, ...]
     command: str
     device: torch.device
 
@@ -123,7 +117,7 @@ class Comparison:
 
     @property
     def about(self) -> str:
-        """What the figures mean, as a caption."""
+        """A caption that explains the columns."""
         seeds = sorted({run.planned.recipe.optimiser.seed for run in self.runs})
         tests = [run.result.test for run in self.runs if run.result]
         examples = f"{tests[0].examples} test examples" if tests else "the test examples"
@@ -135,42 +129,42 @@ class Comparison:
         else:
             spread = f"NLL: exact ± its standard error over {examples}; one seed, {seeds[0]}"
         return (
-            f"{spread}. Lower is better. All runs saw the same batches and noise, one after another, each in a process of its "
-            "own. Inverse error: ‖f(g(z)) − z‖/‖z‖, the median over prior samples, by the flow's fastest inverse g; that also "
-            "draws the samples, one at a time. Peak memory: of the training, "
+            f"{spread}. Lower is better. All runs saw the same batches and noise. They ran one after another, each in its own "
+            "process. Inverse error: the median of ‖f(g(z)) − z‖/‖z‖ over prior samples, where g is the flow's fastest inverse; "
+            "samples are drawn with g, one at a time. Peak memory: of training, "
             + ("on the device." if self.device.type == "cuda" else "above what the process held before it.")
         )
 
-    def rows(self) -> list[Row]:
-        """One for each recipe, the best first, those without a result last."""
-        groups: dict[str, list[Compared]] = {}
+    def rows(self) -> list[ComparisonRow]:
+        """One row for each recipe, the best first, those without a result last."""
+        groups: dict[str, list[ComparedRun]] = {}
         for run in self.runs:
             groups.setdefault(run.planned.recipe.name, []).append(run)
-        rows = [_row(name, runs) for name, runs in groups.items()]
+        rows = [_summary(name, runs) for name, runs in groups.items()]
         return sorted(rows, key=lambda row: math.inf if row.nll is None else row.nll)
 
     def failures(self) -> list[str]:
-        """Why runs have no result, a line for each."""
+        """One line for each run that has no result, with the reason."""
         return [f"{run.planned.name}: {run.failure}" for run in self.runs if run.failure]
 
     def report(self) -> dict[str, Any]:
-        """In the shape of a file in results/."""
+        """The comparison in the shape of a file in results/."""
         return {
             "title": self.title,
             "about": " ".join([self.about, *self.failures()]),
-            "columns": list(COLUMNS),
+            "columns": list(COMPARISON_COLUMNS),
             "rows": [
                 [
-                    f"{row.recipe} ({row.note})" if row.note else row.recipe,
-                    _rounded(row.nll, 3),
-                    _rounded(row.standard_error, 3),
-                    _rounded(row.bits_per_dim, 4),
-                    _significant(row.step_ms, 3),
-                    _rounded(row.seconds, 1),
-                    _significant(row.peak_memory, 3),
+                    row.label,
+                    _to_decimals(row.nll, 3),
+                    _to_decimals(row.standard_error, 3),
+                    _to_decimals(row.bits_per_dim, 4),
+                    _to_digits(row.step_ms, 3),
+                    _to_decimals(row.seconds, 1),
+                    _to_digits(row.peak_memory, 3),
                     None if row.parameters is None else int(row.parameters),
-                    _significant(row.inverse_error, 2),
-                    _significant(row.sample_ms, 3),
+                    _to_digits(row.inverse_error, 2),
+                    _to_digits(row.sample_ms, 3),
                 ]
                 for row in self.rows()
             ],
@@ -178,7 +172,7 @@ class Comparison:
         }
 
     def write(self, folder: Path) -> list[Path]:
-        """Write comparison.json, comparison.csv and, if anything was validated, comparison.png; where they are."""
+        """Write comparison.json, comparison.csv and, if anything was validated, comparison.png; returns their paths."""
         folder.mkdir(parents=True, exist_ok=True)
         written = [folder / "comparison.json", folder / "comparison.csv"]
         write_text(written[0], json_text(self.report(), indent=1) + "\n")
@@ -187,26 +181,25 @@ class Comparison:
             writer = csv.DictWriter(stream, rows[0].keys(), lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
-        # Last, since what can go wrong with a picture must not cost the figures.
+        # The figure comes last: if drawing fails, the numbers are on disk.
         if courses := self._courses():
             written.append(folder / "comparison.png")
             figures.courses(written[2], self.title, courses)
         return written
 
     def _courses(self) -> dict[str, list[list[tuple[float, float]]]]:
-        """By recipe, in the table's order, each run's exact validation NLL against seconds of training."""
+        """For each row of the table, its runs' exact validation NLLs as (seconds of training, NLL)."""
         found: dict[str, list[list[tuple[float, float]]]] = {}
         for row in self.rows():
             for run in self.runs:
                 if run.planned.recipe.name == row.recipe:
                     records = RunFolder(run.planned.path).read_log()
                     course = [(record["seconds"], record["nll"]) for record in records if record["kind"] == "validation"]
-                    label = f"{row.recipe} ({row.note})" if row.note else row.recipe
-                    found.setdefault(label, []).extend([course] if course else [])
+                    found.setdefault(row.label, []).extend([course] if course else [])
         return {label: courses for label, courses in found.items() if courses}
 
     def _provenance(self) -> dict[str, str | None]:
-        """Of the runs, which may have been trained on different days; the command is the comparison's."""
+        """The provenance of the runs, which may have trained on different days, with the comparison's command."""
         results = [run.result for run in self.runs if run.result]
         source = provenance(self.device, self.command)
         for key in source.keys() - {"command"}:
@@ -217,7 +210,8 @@ class Comparison:
         return {**source, "epochs": " to ".join(map(str, sorted({min(epochs), max(epochs)})))}
 
 
-def _row(name: str, runs: list[Compared]) -> Row:
+def _summary(name: str, runs: list[ComparedRun]) -> ComparisonRow:
+    """The row of a recipe's runs."""
     found = [run.result for run in runs if run.result]
     values = [result.test.nll for result in found]
     if len(runs) > 1:
@@ -228,7 +222,7 @@ def _row(name: str, runs: list[Compared]) -> Row:
     if len(found) < len(runs):
         failed = "diverged" if all(run.diverged for run in runs if run.failure) else "failed"
         note = f"{len(runs) - len(found)} of {len(runs)} {failed}" if len(runs) > 1 else failed
-    return Row(
+    return ComparisonRow(
         recipe=name,
         note=note,
         nll=statistics.fmean(values) if values else None,
@@ -252,9 +246,9 @@ def _milli(seconds: float | None) -> float | None:
     return None if seconds is None else 1e3 * seconds
 
 
-def _rounded(value: float | None, digits: int) -> float | None:
+def _to_decimals(value: float | None, digits: int) -> float | None:
     return None if value is None or not math.isfinite(value) else round(value, digits)
 
 
-def _significant(value: float | None, digits: int) -> float | None:
+def _to_digits(value: float | None, digits: int) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")

@@ -1,19 +1,20 @@
-"""Leaving early: a signal that asks to stop, and training that no longer makes sense."""
+"""Leaving a run early: on a signal, or when training diverges."""
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Self
 
-# In the environment: the id of the process without which this one is to stop.
-PARENT = "SELFNORM_PARENT"
+import torch
+
+# Errors whose message alone tells the user what to change. Any other exception is a bug, shown with its type and place.
+USER_ERRORS = (ValueError, OSError, MemoryError, torch.OutOfMemoryError)
 
 
 class StoppedError(Exception):
-    """A run was asked to stop by a signal, and saved itself."""
+    """A signal asked the run to stop, and the run saved itself."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -21,14 +22,14 @@ class StoppedError(Exception):
 
 
 class DivergedError(Exception):
-    """Training left the finite numbers, or its exact likelihood fell far behind its best."""
+    """Training produced non-finite numbers, or its exact likelihood fell far behind its best."""
 
 
 class StopRequests:
-    """While entered, SIGINT and SIGTERM only leave a note, which `check` turns into `StoppedError` where the run can be saved.
+    """Context manager that records SIGINT and SIGTERM; `check` raises `StoppedError` for them where the run can be saved.
 
-    A second signal of either kind takes its usual effect at once. Outside the main thread, where Python takes no signals, this
-    does nothing.
+    A second signal of either kind has its usual effect at once. Outside the main thread, where Python cannot handle signals, the
+    context manager does nothing.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -36,9 +37,8 @@ class StopRequests:
     def __init__(self) -> None:
         self._requested: int | None = None
         self._previous: dict[int, Any] = {}
-        self._parent = os.environ.get(PARENT)
 
-    def __enter__(self) -> StopRequests:
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._note) for number in self.SIGNALS}
         return self
@@ -56,8 +56,6 @@ class StopRequests:
         self._restore()
 
     def check(self) -> None:
-        """Raise `StoppedError` if a signal came, or the process for which this one works is gone."""
-        if self._parent is not None and self._requested is None and str(os.getppid()) != self._parent:
-            self._note(signal.SIGTERM, None)
+        """Raise `StoppedError` if a signal has arrived."""
         if self._requested is not None:
             raise StoppedError(self._requested)

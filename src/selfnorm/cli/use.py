@@ -1,4 +1,4 @@
-"""The verbs that use a run: eval, sample, score, recipes, doctor."""
+"""The verbs that use a run or the recipes: eval, sample, score, recipes, doctor."""
 
 from __future__ import annotations
 
@@ -8,34 +8,24 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
-import torch
 import typer
 
-import selfnorm
-import selfnorm.cli.train  # registers its verbs
-from selfnorm.cli.bench import bench
-from selfnorm.cli.display import (
-    ERR,
-    OUT,
-    print_health,
-    print_json,
-    table,
-)
+from selfnorm.cli.application import command
+from selfnorm.cli.console import ERR, OUT, build_table, print_json
+from selfnorm.cli.display import print_health
 from selfnorm.cli.options import (
     DataDir,
     Debug,
     Device,
-    InverseKind,
+    InverseChoice,
     Json,
     Output,
-    Part,
-    Rounding,
+    PartChoice,
+    PrecisionChoice,
     RunPath,
     Seed,
-    app,
-    command,
-    the_device,
-    the_folder,
+    absolute_folder,
+    resolve_device,
 )
 from selfnorm.data.dataset import is_image
 from selfnorm.evaluate.health import examine, repair
@@ -47,8 +37,6 @@ from selfnorm.train.run import free_path
 from selfnorm.train.settings import to_toml
 from selfnorm.train.trained import Trained, write_samples
 
-app.add_typer(bench, name="bench")
-
 
 @command(
     "eval",
@@ -58,24 +46,24 @@ app.add_typer(bench, name="bench")
 )
 def evaluate(
     run: RunPath,
-    part: Annotated[Part, typer.Option(help="Which part of the run's data.")] = Part.test,
-    samples: Annotated[int | None, typer.Option(min=1, help="Dequantisation samples; by default the recipe's.")] = None,
+    part: Annotated[PartChoice, typer.Option(help="Part of the run's data to use.")] = PartChoice.test,
+    samples: Annotated[int | None, typer.Option(min=1, help="Dequantisation samples; default the recipe's.")] = None,
     precision: Annotated[
-        Rounding, typer.Option(help="Of the products, on a GPU: to see what training in another one costs.")
-    ] = Rounding.float32,
+        PrecisionChoice, typer.Option(help="Precision of matrix products on a GPU, to see what a lower one costs.")
+    ] = PrecisionChoice.float32,
     data: DataDir = None,
     device: Device = "auto",
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """The exact likelihood of a run's best weights on its data."""
-    trained = Trained.open(run, the_device(device))
-    found = trained.evaluate(part.value, samples, the_folder(data), precision.value)
+    """Compute the exact likelihood of a run's best weights on its data."""
+    trained = Trained.open(run, resolve_device(device))
+    found = trained.evaluate(part.value, samples, absolute_folder(data), precision.value)
     if json:
         print_json({"run": str(run), "part": part.value, "precision": precision.value, **asdict(found)})
     else:
-        rounded = "" if precision is Rounding.float32 else f", products in {precision.value}"
-        OUT.print(f"{trained.checkpoint.recipe.name}, {part.value}{rounded}: {found}")
+        precision_note = "" if precision is PrecisionChoice.float32 else f", products in {precision.value}"
+        OUT.print(f"{trained.checkpoint.recipe.name}, {part.value}{precision_note}: {found}")
 
 
 @command(
@@ -85,17 +73,17 @@ def evaluate(
 )
 def sample(
     run: RunPath,
-    n: Annotated[int, typer.Option("-n", min=1, help="How many.")] = 64,
+    n: Annotated[int, typer.Option("-n", min=1, help="Number of samples.")] = 64,
     inverse: Annotated[
-        InverseKind, typer.Option(help="learned is fastest; exact and refined follow the model's density.")
-    ] = InverseKind.learned,
+        InverseChoice, typer.Option(help="learned is fastest; exact and refined follow the model's density.")
+    ] = InverseChoice.learned,
     output: Output = None,
     seed: Seed = 0,
     device: Device = "auto",
     debug: Debug = False,
 ) -> None:
-    """Draw samples into a file: .png for images, .csv or .npy for any."""
-    trained = Trained.open(run, the_device(device))
+    """Draw samples into a file: .png for images, .csv or .npy for any data."""
+    trained = Trained.open(run, resolve_device(device))
     checkpoint = trained.checkpoint
     image = is_image(checkpoint.shape, checkpoint.levels)
     output = output or free_path(Path("samples.png" if image else "samples.csv"))
@@ -106,7 +94,7 @@ def sample(
 @command("score", "selfnorm score runs/fit-measurements new.csv", "selfnorm score runs/fit-measurements new.csv -o scores.csv")
 def score(
     run: RunPath,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Data like that of the run.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Data with the same columns or image size as the run's.")],
     output: Output = None,
     samples: Annotated[int, typer.Option(min=1, help="Dequantisation samples, for images.")] = 1,
     seed: Seed = 0,
@@ -114,13 +102,15 @@ def score(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """The exact log-likelihood of each row, to find outliers: rank 1 is the least likely row of the file, and percentile says how
-    many per cent of the training data are less likely still."""
+    """Compute the exact log-likelihood of each row, to find outliers.
+
+    Rank 1 is the least likely row of the file. Percentile is the percentage of training data that is less likely than the row.
+    """
     if not file.exists():
-        raise ValueError(f"{file}: expected a file or a folder of images, got nothing there")
+        raise ValueError(f"{file}: expected a file or a folder of images, got a path that does not exist")
     if json and output:
-        raise ValueError("--json: expected no -o beside it; JSON goes to stdout, and -o is for CSV")
-    rows = Trained.open(run, the_device(device)).score(file, samples, seed).rows()
+        raise ValueError("--json: expected no -o with it, got both; JSON goes to stdout, -o writes CSV")
+    rows = Trained.open(run, resolve_device(device)).score(file, samples, seed).rows()
     if json:
         for row in rows:
             print_json(row)
@@ -134,11 +124,11 @@ def score(
 
 @command("recipes", "selfnorm recipes", "selfnorm recipes mnist-glow-snf")
 def recipes(
-    name: Annotated[str | None, typer.Argument(metavar="RECIPE", help="Show all settings of one.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="RECIPE", help="Show all settings of this one.")] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """List the recipes, or show one with all its settings."""
+    """List the recipes, or show all settings of one."""
     if name is not None:
         chosen = find_recipe(name)
         if json:
@@ -150,48 +140,43 @@ def recipes(
         for each in RECIPES.values():
             print_json(each.flat())
         return
-    rows = [(each.name, each.data.source, _model(each), f"{each.optimiser.epochs}", each.paper) for each in RECIPES.values()]
-    OUT.print(table("Recipes", ("name", "data", "model", "epochs", "the paper has"), rows))
+    rows = [
+        (each.name, each.data.source, _describe_model(each), f"{each.optimiser.epochs}", each.paper) for each in RECIPES.values()
+    ]
+    OUT.print(build_table("Recipes", ("name", "data", "model", "epochs", "in the paper"), rows))
 
 
 @command("doctor", "selfnorm doctor runs/digits-fc-snf", "selfnorm doctor runs/digits-fc-snf --repair")
 def doctor(
     run: RunPath,
-    repair_: Annotated[bool, typer.Option("--repair", help="Write a new checkpoint with every learned inverse mended.")] = False,
+    repair_inverses: Annotated[bool, typer.Option("--repair", help="Also write a checkpoint with repaired inverses.")] = False,
     output: Output = None,
-    examples: Annotated[int, typer.Option(min=2, help="How many training examples to look at.")] = 200,
+    examples: Annotated[int, typer.Option(min=2, help="Number of training examples to use.")] = 200,
     data: DataDir = None,
     device: Device = "auto",
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """How good the learned inverses are, layer by layer, and what that does to gradients and samples.
+    """Check how good the learned inverses are, layer by layer, and how that affects gradients and samples.
 
-    `--repair` writes a new checkpoint, repaired.safetensors beside the old one unless `-o` names another: exact inverses for
-    linear layers and 1×1 kernels, least squares for larger ones, where that improves on what was learned.
+    `--repair` also writes a new checkpoint, repaired.safetensors next to the old one or the file given by `-o`. It computes exact
+    inverses for linear layers and 1×1 kernels, and least-squares ones for larger kernels where that improves on the learned one.
     """
-    trained = Trained.open(run, the_device(device))
-    x = trained.examples("train", the_folder(data)).spread(examples, seed=0)
+    trained = Trained.open(run, resolve_device(device))
+    x = trained.examples("train", absolute_folder(data)).spread(examples, seed=0)
     print_health(examine(trained.flow, x), json)
-    if not repair_:
+    if not repair_inverses:
         return
-    mended = repair(trained.flow, x)
-    if not mended:
-        ERR.print("nothing to mend, nothing written")
+    repaired = repair(trained.flow, x)
+    if not repaired:
+        ERR.print("nothing to repair; no file was written")
         return
     output = output or trained.path.with_name("repaired.safetensors")
     tensors = {f"loss.flow.{name}": value for name, value in trained.flow.state_dict().items()}
     save_checkpoint(output, replace(trained.checkpoint, tensors=tensors))
     if not json:
-        OUT.print(f"\nmended {', '.join(mended)}; written to {output}")
+        OUT.print(f"\nrepaired {', '.join(repaired)}; written to {output}")
     print_health(examine(trained.flow, x), json)
-
-
-@app.callback(invoke_without_command=True)
-def version(show: Annotated[bool, typer.Option("--version", help="Show the version.")] = False) -> None:
-    if show:
-        OUT.print(f"selfnorm {selfnorm.__version__}, torch {torch.__version__}")
-        raise typer.Exit
 
 
 def _write_csv(stream: TextIO, rows: list[dict[str, Any]]) -> None:
@@ -200,7 +185,7 @@ def _write_csv(stream: TextIO, rows: list[dict[str, Any]]) -> None:
     writer.writerows(rows)
 
 
-def _model(recipe: Recipe) -> str:
+def _describe_model(recipe: Recipe) -> str:
     chosen = recipe.architecture
     depth = {"fc": f"{chosen.layers} layers", "conv": f"{chosen.blocks}×{chosen.layers_per_block} layers"}
     size = depth.get(chosen.model, f"{chosen.blocks}L-{chosen.steps_per_block}K")

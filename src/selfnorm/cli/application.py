@@ -1,0 +1,78 @@
+"""The application object, and the decorator that makes a function one of its verbs."""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import selfnorm
+from selfnorm.cli.console import ERR, OUT
+from selfnorm.train.stopping import USER_ERRORS, DivergedError, StoppedError
+
+# Put large tensors in large pages, where Linux lets programs ask for them: the gradients of large weights are new memory at each
+# step, which the kernel otherwise hands out page by page. torch reads this at its first allocation.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+app = typer.Typer(
+    help="Train, evaluate, sample and score with self normalizing flows, which learn their own inverse.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def command(name: str, *examples: str, group: typer.Typer = app) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator that registers a verb with examples in its help, and turns exceptions into one line and an exit status.
+
+    Exit statuses: 1 for an error, 3 for divergence, 128 + number for a signal.
+    """
+
+    def register(verb: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(verb)
+        def guarded(*args: Any, debug: bool = False, **options: Any) -> None:
+            for stream in (sys.stdout, sys.stderr):
+                if isinstance(stream, io.TextIOWrapper):
+                    stream.reconfigure(errors="replace")  # print ? for ± or λ where the terminal lacks them
+            try:
+                verb(*args, debug=debug, **options)
+            except (typer.Exit, typer.Abort):
+                raise
+            except StoppedError as error:
+                ERR.print(f"selfnorm: {error}")
+                raise typer.Exit(128 + error.number) from None
+            except KeyboardInterrupt:
+                ERR.print("selfnorm: stopped")
+                raise typer.Exit(130) from None
+            except (BrokenPipeError, SystemExit):  # the reader of our output has left, as `| head` does; rich raises SystemExit
+                sys.stderr.close()
+                raise typer.Exit(0) from None
+            except Exception as error:
+                if debug:
+                    raise
+                line = " ".join((str(error) or type(error).__name__).split())
+                known = isinstance(error, (*USER_ERRORS, DivergedError))
+                hint = "" if known else f" ({type(error).__name__}; use --debug to see where)"
+                ERR.print(f"selfnorm: {line}{hint}")
+                raise typer.Exit(3 if isinstance(error, DivergedError) else 1) from None
+
+        epilog = "Examples:\n\n" + "\n\n".join(f"`{example}`" for example in examples)
+        group.command(name, epilog=epilog)(guarded)
+        return guarded
+
+    return register
+
+
+@app.callback(invoke_without_command=True)
+def show_version(show: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
+    if show:
+        OUT.print(f"selfnorm {selfnorm.__version__}, torch {torch.__version__}")
+        raise typer.Exit

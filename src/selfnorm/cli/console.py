@@ -1,0 +1,42 @@
+"""Where output goes: results to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from selfnorm.runtime.files import json_text
+
+# Without markup, since a path may contain brackets.
+OUT = Console(soft_wrap=True, highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 160)
+ERR = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
+def print_json(record: Any) -> None:
+    """Print one line of JSON to stdout. If the reader has left, as `| head` does, the run continues and output is discarded."""
+    try:
+        print(json_text(record), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def build_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    """A table without borders; its first column is never cut."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, no_wrap=index == 0)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def short_number(value: float | None) -> str:
+    """Three significant digits, or all digits before the decimal point if there are more; – for None."""
+    if value is None:
+        return "–"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
