@@ -1,4 +1,4 @@
-"""The training loop: steps, exact validation, checkpoints, and what to do when training diverges."""
+"""`Trainer`, the training loop: steps, exact validation, checkpoints, and rollbacks when training diverges."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ from selfnorm.train.checkpoint import (
     restore_optimizer,
     save_checkpoint,
 )
+from selfnorm.train.divergence import advice, diagnosis
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.profile import Piece, profile
 from selfnorm.train.progress import RunProgress
 from selfnorm.train.recipe import Recipe
-from selfnorm.train.step import EagerStep, Step, diagnosis, learning_rate_at
+from selfnorm.train.step import EagerStep, Step, learning_rate_at
 from selfnorm.train.stopping import DivergedError, StoppedError, StopRequests
 
 Report = Callable[[dict[str, Any]], None]
@@ -45,7 +46,7 @@ class Trainer:
     """Trains a recipe's flow on a data set, exactly repeatable from its seed, stoppable and resumable at any step.
 
     folder:  where to keep checkpoints and metrics; without one everything stays in memory.
-    report:  is given each record of the run: kind "epoch", "validation", "rollback", and, often but unsaved, "step".
+    report:  called with each record of the run, of kind "epoch", "validation", "rollback", or "step", which is not logged.
     """
 
     def __init__(
@@ -73,12 +74,12 @@ class Trainer:
         self._names = [name for name, _ in self.loss.named_parameters()]
         self.optimizer = make_adam(self.loss)
         self.progress = RunProgress()
-        # Surrogate and reconstruction errors of each step of the epoch under way.
+        # Surrogate and reconstruction errors of each step of the current epoch.
         self._metrics = torch.zeros(self.batches.steps_per_epoch, 1 + len(self.flow.reconstruction_names), device=self.device)
         self._step: Step = self._make_step(self.loss, self.optimizer)
         self._saved_at = self._clock = time.monotonic()
-        self._told_at = 0.0  # so that the first step is told at once
-        self._epoch_at: float | None = None  # when the epoch's first step began; None in an epoch that was entered in its middle
+        self._reported_at = 0.0  # so that the first step is reported at once
+        self._epoch_at: float | None = None  # when the epoch began; None for one that was resumed in its middle
         self._best: Checkpoint | None = None  # of the best validation; None until it is read from the folder
         self._best_on_disk: Checkpoint | None = None
         self._good: Checkpoint | None = None  # of the last validation that was not far above the best
@@ -94,14 +95,14 @@ class Trainer:
         return self.progress.step // self.batches.steps_per_epoch
 
     def start(self) -> None:
-        """Data-dependent initialisation; instead of `resume`."""
+        """Initialises data-dependent layers; call this or `resume` before `run`."""
         optimiser = self.recipe.optimiser
         with cpu_threads(optimiser.threads):
             self.flow.initialize(self.train.spread(optimiser.init_examples or optimiser.batch_size, optimiser.seed))
         self._best = self._good = self._capture()
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint of this recipe's."""
+        """Continues from a checkpoint of the same recipe."""
         self._restore(checkpoint)
         just_validated = self.progress.validated == self.progress.step and self.progress.worse == 0
         self._good = checkpoint if just_validated else self.best()
@@ -109,9 +110,9 @@ class Trainer:
             self.folder.rewind_log(self.progress.log_length)
 
     def run(self) -> Checkpoint:
-        """Train to the end, or to the stop that the recipe's patience asks for; the best checkpoint.
+        """Trains to the end, or until the recipe's patience runs out, and returns the best checkpoint.
 
-        Raises `StoppedError` after SIGINT or SIGTERM, the run saved, and `DivergedError`.
+        Raises `StoppedError` after SIGINT or SIGTERM, once the run is saved, and `DivergedError`.
         """
         with cpu_threads(self.recipe.optimiser.threads), precision(self.recipe.optimiser.precision), StopRequests() as stop:
             for _ in self.advance(stop):
@@ -119,7 +120,7 @@ class Trainer:
         return self.best()
 
     def advance(self, stop: StopRequests) -> Iterator[None]:
-        """The same, piece by piece, for one who has other work to do in between; the pieces are a step or a few of them."""
+        """The same as `run`, yielding after each call of the step, so that several runs can take turns."""
         self._clock = time.monotonic()
         try:
             try:
@@ -138,19 +139,19 @@ class Trainer:
                 self.folder.close_log()
 
     def best(self) -> Checkpoint:
-        """The checkpoint of the best validation so far; before the first, of the start."""
+        """The checkpoint of the best validation so far, or of the start before the first one."""
         if self._best is None:
             assert self.folder is not None
             self._best = self._best_on_disk = read_checkpoint(self.folder.best)
         return self._best
 
     def save(self) -> None:
-        """Write checkpoints of the best and of the present state."""
-        self._has_to_go_back()
+        """Writes checkpoints of the best and of the present state."""
+        self._goes_back()
         self._write(self._capture())
 
     def _write(self, last: Checkpoint) -> None:
-        # The best one first: `last` must never know of a best that is not on disk.
+        # The best one first: `last` must never refer to a best that is not on disk.
         if self.folder:
             if self._best is not None and self._best is not self._best_on_disk:
                 save_checkpoint(self.folder.best, self._best)
@@ -175,9 +176,9 @@ class Trainer:
                 self._epoch_at = time.monotonic()
             try:
                 metrics = self._step(epoch, index, *rates)
-            except ValueError as error:  # from what looks at the weights after the step
+            except ValueError as error:  # from `after_step` of a layer or of the loss
                 if progress.step == 0 and not isinstance(error, InfiniteVarianceError):
-                    raise  # nothing was trained that could have diverged
+                    raise  # before any training, so not a divergence
                 self._diverge(f"at epoch {epoch + 1}, step {index + 1}: {error}")
                 continue
             self._metrics[index : index + len(rates), 0] = metrics.surrogate
@@ -185,15 +186,15 @@ class Trainer:
             progress.step += len(rates)
             last = index + len(rates) == self.batches.steps_per_epoch
             if last and epoch + 1 < recipe.optimiser.epochs:
-                self.batches.order(epoch + 1)  # now, while the device is at work
-            # Reading the device makes it wait, so that is left for where it waits anyway.
-            if (last or self.device.type == "cpu") and self._has_to_go_back():
+                self.batches.order(epoch + 1)  # while the device is still busy
+            # Reading flags makes a GPU wait, so it is done where the loop waits anyway.
+            if (last or self.device.type == "cpu") and self._goes_back():
                 continue
             if last:
                 self._end_epoch(epoch + 1, rates[-1])
             now = time.monotonic()
-            if now - self._told_at > 0.2:
-                self._told_at = now
+            if now - self._reported_at > 0.2:
+                self._reported_at = now
                 self.report({"kind": "step", "step": progress.step, "total": self.total})
             if self.folder and now - self._saved_at > self._save_every:
                 self.save()
@@ -202,7 +203,7 @@ class Trainer:
 
     def _end_epoch(self, epoch: int, rate: float) -> None:
         steps = self.batches.steps_per_epoch
-        # Of all steps at once, so that it does not matter how many of them came in a call.
+        # Of all steps at once, so that the result does not depend on how many came in a call.
         surrogate, *reconstruction = self._metrics.double().mean(0).tolist()
         # After the reads above, which wait for the device.
         step_seconds = None if self._epoch_at is None else (time.monotonic() - self._epoch_at) / steps
@@ -228,8 +229,8 @@ class Trainer:
         after.judge(found.nll)
         patience = self.recipe.evaluation.patience
         if after.diverged and patience and self._overfits(stop):
-            after.stale, after.worse = max(after.stale, patience), 0  # no divergence, but it has waited long enough
-        # From here on nothing can be interrupted: a validation counts as a whole or not at all.
+            after.stale, after.worse = max(after.stale, patience), 0  # overfitting: stop early instead
+        # No interruption from here on: a validation counts completely or not at all.
         self.progress.__dict__.update(after.__dict__)
         self._log(
             "validation",
@@ -255,7 +256,7 @@ class Trainer:
         return likelihood(flow, examples, batch_size=size, seed=seed, watch=stop.check)
 
     def _overfits(self, stop: StopRequests) -> bool:
-        """Whether training examples, as many as validation has, became more likely since the best: then it is no divergence."""
+        """Whether training examples became more likely since the best: then the run overfits and did not diverge."""
         some = Examples(self.dataset.train[: len(self.validation)], self.dataset.levels, self.device)
         then = self._likelihood(self.best().flow().to(self.device), some, stop)
         return self._likelihood(self.flow, some, stop).nll < then.nll
@@ -264,15 +265,15 @@ class Trainer:
         chosen, steps = self.recipe.optimiser, self.batches.steps_per_epoch
         return learning_rate_at(step, steps, chosen.epochs, chosen.learning_rate, chosen.warmup_epochs, chosen.decay)
 
-    def _has_to_go_back(self) -> bool:
-        """Look at the flags. If one is raised, see to its cause, and let the next step be the first that changed no weight."""
-        if self._step.lost:  # first, since steps after it, which changed nothing, may have failed for that reason
+    def _goes_back(self) -> bool:
+        """Reads the flags. If one is raised, handles its cause and continues from the first step that changed no weight."""
+        if self._step.lost:  # first: later steps, which changed nothing, may have failed because of it
             reached, self.progress.step = self.progress.step, steps_taken(self.optimizer)
             try:
                 for name, tracker in self._trackers.items():
                     with located(f"layer {name}"):
                         tracker.settle()
-            except ValueError as error:  # there is no inverse to go on with
+            except ValueError as error:  # W has no inverse
                 epoch, index = divmod(self.progress.step - 1, self.batches.steps_per_epoch)
                 self._diverge(f"at epoch {epoch + 1}, step {index + 1}: {error}")
                 return True
@@ -290,31 +291,21 @@ class Trainer:
         self._diverge(f"a non-finite loss or gradient at epoch {epoch + 1}, step {index + 1}: {where}")
 
     def _diverge(self, reason: str) -> None:
-        """Go back to the best checkpoint with ten times the λ, if the recipe says so and λ can help; else `DivergedError`."""
+        """Rolls back to the best checkpoint with ten times the λ, or raises `DivergedError` if the recipe or the flow rules that out."""
         progress, weight = self.progress, self.loss.penalty.reconstruction_weight.clone()
         if self.recipe.optimiser.on_divergence == "stop" or progress.rollbacks >= MAX_ROLLBACKS or not (weight > 0).any():
-            raise DivergedError(f"{self.recipe.name} diverged: {reason}. {self._advice()}")
+            raise DivergedError(f"{self.recipe.name} diverged: {reason}. {advice(self.loss, self.progress.rollbacks)}")
         rollbacks, seconds = progress.rollbacks + 1, progress.seconds
         self._restore(self.best())
         progress.rollbacks, progress.seconds = rollbacks, seconds
-        # Tenfold what just failed, not what the best checkpoint had: a second rollback must go further than the first.
+        # Ten times the λ that failed, not that of the best checkpoint: each rollback must go further than the one before.
         self.loss.penalty.reconstruction_weight.copy_(weight)
         self.loss.penalty.raise_weight(10.0)
         raised = self.loss.penalty.reconstruction_weight.tolist()
         self._log("rollback", epoch=self.epoch, reconstruction_weight=raised, reason=reason)
-        # At once, so that a kill cannot leave a best of after the rollback beside a last of before it.
+        # At once, so that a kill cannot leave a `best` from after the rollback next to a `last` from before it.
         self._good = self._capture()
         self._write(self._good)
-
-    def _advice(self) -> str:
-        weights = sorted(set(self.loss.penalty.reconstruction_weight.tolist()))
-        if not weights:
-            return "Try a gradient clip or a smaller learning_rate; no layer learns its inverse, so a rollback has no λ to raise"
-        rollbacks, now = self.progress.rollbacks, ", ".join(f"{weight:g}" for weight in weights[:3])
-        return (
-            f"Try a larger reconstruction_weight (λ is {now}), a gradient clip, a smaller "
-            "learning_rate, or --on-divergence rollback" + (f" ({rollbacks} rollbacks did not help)" if rollbacks else "")
-        )
 
     def _log(self, kind: str, **facts: Any) -> None:
         now = time.monotonic()
@@ -326,7 +317,7 @@ class Trainer:
         self.report(record)
 
     def profile(self) -> list[Piece]:
-        """Where a step's time goes, at the weights as they are; measured on a copy, so that it leaves no trace."""
+        """Where a step's time goes, at the present weights; measured on a copy, so that the run is unchanged."""
         with cpu_threads(self.recipe.optimiser.threads), precision(self.recipe.optimiser.precision):
             loss = copy.deepcopy(self.loss)
             return profile(self._make_step(loss, make_adam(loss)))
@@ -350,7 +341,7 @@ class Trainer:
             progress = RunProgress(**checkpoint.progress)
             self.loss.load_state_dict(checkpoint.part("loss."))
             restore_optimizer(self.optimizer, self._names, checkpoint.part("adam."))
-            known = checkpoint.part("epoch.").get("metrics", self._metrics[:0])  # older ones had but their sums
+            known = checkpoint.part("epoch.").get("metrics", self._metrics[:0])  # older checkpoints had only their sums
             self._metrics[: len(known)] = known.to(self.device)
         except (TypeError, KeyError, ValueError, RuntimeError) as error:
             raise ValueError(f"{self.recipe.name}: expected the checkpoint of such a run, got another ({error})") from None

@@ -99,29 +99,3 @@ def learning_rate_at(step: int, steps_per_epoch: int, epochs: int, peak: float, 
     rising = (step + 1) / warmup if warmup else 1.0
     falling = (total - step) / (decay * total) if decay else 1.0
     return peak * min(1.0, rising, falling)
-
-
-def diagnosis(loss: Loss, batches: TrainingBatches, epoch: int, index: int) -> str:
-    """Says which layer was the first to give a non-finite number, at the present weights and on the batch of a step."""
-    x = batches.batch(epoch, index)
-    try:
-        with torch.no_grad():
-            loss.flow.log_prob(x)
-    except ValueError as error:
-        return str(error)
-    value, metrics = loss(x, generator=batches.generator("probes", epoch, index))
-    for name, error_ in zip(loss.flow.reconstruction_names, metrics.reconstruction.tolist(), strict=True):
-        if not abs(error_) < float("inf"):
-            return f"layer {name}: its reconstruction error is {error_}"
-    loss.zero_grad(set_to_none=True)
-    value.backward()
-    sizes = {name: p.grad.abs().max().item() for name, p in loss.named_parameters() if p.grad is not None}
-    loss.zero_grad(set_to_none=True)
-    # The backward pass goes from the last layer to the first and carries a NaN along: the last one named is where it began.
-    bad = [name for name, size in sizes.items() if not size < float("inf")]
-    if bad:
-        return f"{bad[-1]} is the first to get a non-finite gradient"
-    largest = max(sizes, key=lambda name: sizes[name])
-    return (
-        f"the loss is {value.item():.3g}, and the largest gradient, {sizes[largest]:.3g}, that of {largest}: its square overflows"
-    )
