@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test gpu-test bench results format clean
+.PHONY: run test test-slow gpu-test bench results format clean
 
 # Train a self-normalizing flow and its exact-gradient twin on handwritten digits, and compare their exact likelihoods.
 run: .venv/ready
@@ -12,12 +12,16 @@ test: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q -n auto --maxprocesses 4 --dist worksteal
+	$(BIN)/pytest -q -n auto --maxprocesses 4 --dist worksteal -m 'not slow'
+
+# The tests that take too long for every change; their numbers are kept in results/.
+test-slow: .venv/ready
+	$(BIN)/pytest -q -n auto --maxprocesses 4 --dist worksteal -m slow --counts results/slow_tests.json
 
 # The tests that need an accelerator, on a machine that has one.
 gpu-test: .venv/ready
 	@$(BIN)/python -c 'import sys, torch; torch.accelerator.is_available() or sys.exit("gpu-test: expected an accelerator, got none")'
-	$(BIN)/pytest -q -m gpu
+	$(BIN)/pytest -q -m gpu --counts results/gpu_tests.json
 
 bench: .venv/ready
 	for script in layers emerging norm debiasing digits_twins drift kills loop_overhead training_memory; do $(BIN)/python benchmarks/$$script.py || exit 1; done

@@ -1,16 +1,21 @@
 """Fixtures for all tests, which run in float64 from a fixed seed, on the CPU and on the accelerator if there is one."""
 
 import os
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from selfnorm.bench.floor import Ceilings
 from selfnorm.kernels.dispatch import used_on
+from selfnorm.report.provenance import provenance
 from selfnorm.runtime.graphs import waiting_is_an_error
 from support.benching import BRIEF
 from support.commandline import SHORT, numbers, ok, write_csv
+from support.counts import add_row, row_of
 
+STARTED = pytest.StashKey[float]()
 ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 # Without a GPU, Triton interprets kernels in Python. This must be set before any kernel is imported.
@@ -33,6 +38,21 @@ def float64_and_seed():
 @pytest.fixture(params=["cpu", *([pytest.param(str(ACCELERATOR), marks=pytest.mark.gpu)] if ACCELERATOR else [])])
 def device(request):
     return torch.device(request.param)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--counts", metavar="FILE", help="add the numbers of passed, failed and skipped tests to this table")
+
+
+def pytest_sessionstart(session):
+    session.config.stash[STARTED] = time.monotonic()
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.option.counts:
+        seconds = time.monotonic() - config.stash[STARTED]
+        source = provenance(ACCELERATOR or "cpu", "pytest")
+        add_row(Path(config.option.counts), row_of(terminalreporter.stats, seconds, source))
 
 
 def pytest_runtest_setup(item):
