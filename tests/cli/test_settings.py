@@ -21,7 +21,7 @@ def test_train_takes_a_path_or_a_key(key, tmp_path):
 def test_settings_without_effect_are_named(tmp_path):
     result = invoke("train", "digits-fc-lu", *SHORT, "--set", "probes=2", "--set", "polish=low-rank", "--run", tmp_path / "run")
     assert result.exit_code == 0, result.output
-    assert "selfnorm: probes, polish will do nothing: no layer of digits-fc-lu learns its inverse\n" in result.stderr
+    assert "selfnorm: probes, polish will have no effect: no layer of digits-fc-lu learns its inverse\n" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_several_seeds_are_a_mean_with_its_own_standard_error(compared, tmp_path
     assert [run.path.name for run in runs[::2]] == ["digits-fc-snf", "digits-fc-snf-seed5", "digits-fc-snf-seed6"]
     assert plan_runs(NAMES, ["seed=4", "epochs=2"], tmp_path)[0].path == runs[0].path, "so that seeds can be added"
     assert runs[3].place == "4/6" and runs[3].name == "digits-fc-exact, seed 5"
-    result = Result.read_checkpoint(compared[0] / "digits-fc-snf" / "result.json")
+    result = Result.read(compared[0] / "digits-fc-snf" / "result.json")
     values = iter([1.0, 50.0, 2.0, 51.0, 6.0, 0.0])
     done = [
         ComparedRun(run, replace(result, test=Likelihood(next(values), 9.0, 1.0, 250, 2)), 0.5, index)
@@ -120,8 +120,8 @@ def test_several_seeds_are_a_mean_with_its_own_standard_error(compared, tmp_path
         (("digits-fc-snff",), "did you mean digits-fc-snf?"),
         (("nothing-*",), "expected a pattern that matches one of digits-fc-snf, "),
         (("digits-fc-snf", "digits-*"), "digits-fc-snf twice"),
-        (("digits-fc-snf", "moons-fc-snf"), "got data digits of digits-fc-snf, moons of moons-fc-snf"),
-        (("mnist-glow-snf", "mnist-fc-snf"), "got jitter 1 of mnist-glow-snf, 0 of mnist-fc-snf"),
+        (("digits-fc-snf", "moons-fc-snf"), "got data.source digits of digits-fc-snf, moons of moons-fc-snf"),
+        (("mnist-glow-snf", "mnist-fc-snf"), "got data.jitter 1 of mnist-glow-snf, 0 of mnist-fc-snf"),
         (("digits-fc-snf", "--set", "epoch=3"), "did you mean epochs?"),
         (("digits-fc-snf", "--set", "kind=magic"), "magic"),
         (
@@ -141,7 +141,7 @@ def test_wrong_arguments(args, said, tmp_path, monkeypatch):
 
 
 def test_another_recipe_in_a_runs_folder_is_left_alone(copy):
-    assert "got a different epochs" in fails("compare", *NAMES, *SHORT, "--set", "epochs=3", "--run", copy)
+    assert "got a different optimiser.epochs" in fails("compare", *NAMES, *SHORT, "--set", "epochs=3", "--run", copy)
     (copy / "digits-fc-snf" / "recipe.toml").unlink()
     assert "got something else" in fails("compare", *NAMES, *SHORT, "--run", copy)
 
@@ -252,20 +252,20 @@ def test_a_run_that_diverges_says_so(tmp_path):
     assert failure["reason"].endswith(f". The best and the last good checkpoint are in {tmp_path / 'one' / 'digits-fc-snf'}")
     assert comparison["runs"][0]["outcome"] == "diverged" and comparison["rows"][0][0] == "digits-fc-snf (diverged)"
     stored = RunFolder(tmp_path / "one" / "digits-fc-snf").read_recipe()
-    assert (stored.seed, stored.data_dir, stored.learning_rate) == (3, str(tmp_path), 1e30)
+    assert (stored.optimiser.seed, stored.data.folder, stored.optimiser.learning_rate) == (3, str(tmp_path), 1e30)
 
 
 # What runs measure of themselves
 
 
 def test_results_know_time_memory_and_size(compared):
-    result = Result.read_checkpoint(compared[0] / "digits-fc-snf" / "result.json")
+    result = Result.read(compared[0] / "digits-fc-snf" / "result.json")
     assert 0 < result.step_seconds * 2 * 12 <= result.seconds
     assert result.parameters == 2 * (2 * 64**2 + 64)
     assert _step_seconds([{"step_seconds": value} for value in (1.0, None, 9.0, 2.0)]) == 2.0
     assert result.peak_memory is None or 0 < result.peak_memory < 2000
     with pytest.raises(ValueError, match=r"nowhere.*expected a run's result"):
-        Result.read_checkpoint(compared[0] / "nowhere")
+        Result.read(compared[0] / "nowhere")
 
 
 def test_an_epoch_entered_in_its_middle_has_no_time_per_step():
@@ -302,4 +302,4 @@ def test_the_picture_is_not_spoilt_by_a_wild_start_or_a_bad_run(monkeypatch, tmp
     assert len(colors) == 5 and len(set(colors[:3])) == 1 and len(set(colors)) == 3  # the mean of two, both, and the others
     assert ax.get_ylim()[0] < 96.2 and 100 < ax.get_ylim()[1] < 130
     assert ax.get_xscale() == "log" and ax.get_xlim()[1] > 900
-    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["good", "bad, above the picture", "long"]
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["good", "bad, above the plot", "long"]

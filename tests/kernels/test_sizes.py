@@ -81,9 +81,9 @@ def drawn_vector(draw):
     return tuple(draw.choice([draw.randint(1, 150), 2 ** draw.randint(0, 7)]) if LARGE else draw.randint(1, 20) for _ in range(2))
 
 
-def drawn(makers, draw_shape, number=DRAWS):
+def drawn(makers, draw_shape, number=DRAWS, seed=0):
     """A few shapes for each layer, the same in every run."""
-    draw = random.Random(0)
+    draw = random.Random(seed)
     return [case for name in makers for case in cases({name: makers[name]}, [draw_shape(draw) for _ in range(number)])]
 
 
@@ -93,6 +93,7 @@ def cases(makers, shapes):
 
 ROUND = [*cases(OF_IMAGES, ROUND_IMAGES), *cases(OF_VECTORS, ROUND_VECTORS)]
 RANDOM = [*drawn(OF_IMAGES, drawn_image), *drawn(OF_VECTORS, drawn_vector)]
+MORE_RANDOM = [*drawn(OF_IMAGES, drawn_image, 8, seed=1), *drawn(OF_VECTORS, drawn_vector, 8, seed=1)]
 
 
 @pytest.fixture
@@ -119,6 +120,12 @@ def test_many_taps(name, make, shape, products, device, launches):
 
 @pytest.mark.parametrize("name, make, shape", RANDOM)
 def test_random_sizes(name, make, shape, device, launches):
+    expect_float64(name, make, shape, "float32", device, launches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, make, shape", MORE_RANDOM)
+def test_more_random_sizes(name, make, shape, device, launches):
     expect_float64(name, make, shape, "float32", device, launches)
 
 

@@ -57,11 +57,11 @@ def train(layer, shape):
 
 if __name__ == "__main__":
     compile_only()
-    from selfnorm.kernels.dense import tracking
+    from selfnorm.kernels.conv import tracked
 
     for tf32 in (False, True):
-        dispatch.allows_tf32 = tracking.allows_tf32 = lambda tf32=tf32: tf32
-        tracking.error_of_convolution(torch.eye(192), torch.randn(12, 12, 3, 3), (4, 4))
+        dispatch.allows_tf32 = tracked.allows_tf32 = lambda tf32=tf32: tf32
+        tracked.error_of_convolution(torch.eye(192), torch.randn(12, 12, 3, 3), (4, 4))
         train(SelfNormConv2d(11, 3, inverse_kernel_size=(3, 5)), (2, 11, 2, 4))
         train(SelfNormConv2d(8, 5), (2, 8, 8, 8))
         train(SelfNormConv2d(1, 3), (2, 1, 9, 9))

@@ -57,7 +57,7 @@ def test_the_flow_scores_and_samples():
 
 
 def test_the_likelihood_is_the_stored_one():
-    result = Result.read_checkpoint(BEFORE / "whole" / "result.json")
+    result = Result.read(BEFORE / "whole" / "result.json")
     assert (result.recipe, result.epochs, result.test.examples) == ("digits-conv-snf", 4, 250)
     assert Trained.open(BEFORE / "whole").evaluate().nll == pytest.approx(result.test.nll, abs=1e-3)
 
@@ -71,7 +71,7 @@ def test_images_get_the_stored_percentiles(tmp_path):
 def test_a_stopped_run_goes_on_to_the_same_end(copied):
     run = copied("stopped")
     ok("train", "--resume", run, "--device", "cpu", "-q")
-    whole, resumed = Result.read_checkpoint(BEFORE / "whole" / "result.json"), Result.read_checkpoint(run / "result.json")
+    whole, resumed = Result.read(BEFORE / "whole" / "result.json"), Result.read(run / "result.json")
     assert resumed.validation_nll == pytest.approx(whole.validation_nll, abs=1e-3)
     assert resumed.test.nll == pytest.approx(whole.test.nll, abs=1e-3)
     assert (run / "metrics.jsonl").read_text().startswith((BEFORE / "stopped" / "metrics.jsonl").read_text())
