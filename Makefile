@@ -21,7 +21,7 @@ test-slow: .venv/ready
 # The tests that need an accelerator, on a machine that has one.
 gpu-test: .venv/ready
 	@$(BIN)/python -c 'import sys, torch; torch.accelerator.is_available() or sys.exit("gpu-test: expected an accelerator, got none")'
-	$(BIN)/pytest -q -m gpu --counts results/gpu_tests.json
+	$(BIN)/pytest -q -m 'gpu and not slow' --counts results/gpu_tests.json
 
 bench: .venv/ready
 	for script in layers emerging norm debiasing digits_twins drift kills loop_overhead training_memory; do $(BIN)/python benchmarks/$$script.py || exit 1; done
@@ -37,7 +37,7 @@ format: .venv/ready
 clean:
 	rm -rf .venv
 
-# Made anew whenever what it holds is to change.
+# Made again whenever its contents change.
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("selfnorm needs Python 3.11 or newer, got " + sys.version.split()[0] + "; name another as: make PYTHON=python3.12")'
 	$(PYTHON) -m venv --clear .venv

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from selfnorm.bijection import Chain, located
 from selfnorm.flow import Flow, StandardNormal
 from selfnorm.kernels.dispatch import usable
-from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
+from selfnorm.linalg.learned import LearnedInverse
 from selfnorm.linalg.neumann import draw_terms, expect_finite_variance, expect_probability, neumann_tail, spectral_radius
 from selfnorm.linalg.polish import expect_polish, expect_tap_mean, polish_inverse
 from selfnorm.penalties import GECO, MDMM, Fixed, Penalty
@@ -166,10 +166,10 @@ class Loss(nn.Module):
             self._host_steps = int(self.steps)
             self._host_generators.restart(self._host_steps)
 
-    def _layers(self) -> list[SelfNormLinear | SelfNormConv2d]:
+    def _layers(self) -> list[LearnedInverse]:
         return [self.flow.bijection.get_submodule(name) for name in self.flow.reconstruction_names]  # type: ignore[misc]
 
-    def _dimensions_of(self, layers: list[SelfNormLinear | SelfNormConv2d], x: Tensor) -> Tensor:
+    def _dimensions_of(self, layers: list[LearnedInverse], x: Tensor) -> Tensor:
         # Made only when a shape changed: a copy from the host cannot be part of a captured step.
         shapes = [layer.example_shape for layer in layers]
         if shapes != self._shapes or self._dimensions.device != x.device or self._dimensions.dtype != x.dtype:
@@ -179,11 +179,11 @@ class Loss(nn.Module):
                     expect_tap_mean(layer)
         return self._dimensions
 
-    def _probe(self, layer: SelfNormLinear | SelfNormConv2d, x: Tensor, generator: torch.Generator | None) -> Tensor:
+    def _probe(self, layer: LearnedInverse, x: Tensor, generator: torch.Generator | None) -> Tensor:
         noise = torch.randn(self.probes, *layer.example_shape, generator=generator, device=x.device, dtype=x.dtype)
         return layer.reconstruction(noise).mean()
 
-    def _tail(self, layer: SelfNormLinear | SelfNormConv2d, x: Tensor, generator: torch.Generator | None) -> Tensor:
+    def _tail(self, layer: LearnedInverse, x: Tensor, generator: torch.Generator | None) -> Tensor:
         noise = torch.randn(self.debias, *layer.example_shape, generator=generator, device=x.device, dtype=x.dtype)
         terms = draw_terms(self.debias, self.debias_keep, self._host_generators.following(generator))
         return neumann_tail(layer, noise, terms=terms, keep=self.debias_keep)

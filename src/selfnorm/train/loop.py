@@ -291,7 +291,7 @@ class Trainer:
         self._diverge(f"a non-finite loss or gradient at epoch {epoch + 1}, step {index + 1}: {where}")
 
     def _diverge(self, reason: str) -> None:
-        """Rolls back to the best checkpoint with ten times the λ, or raises `DivergedError` if the recipe or the flow rules that out."""
+        """Rolls back to the best checkpoint with ten times the λ, or raises `DivergedError` if that is not possible."""
         progress, weight = self.progress, self.loss.penalty.reconstruction_weight.clone()
         if self.recipe.optimiser.on_divergence == "stop" or progress.rollbacks >= MAX_ROLLBACKS or not (weight > 0).any():
             raise DivergedError(f"{self.recipe.name} diverged: {reason}. {advice(self.loss, self.progress.rollbacks)}")
