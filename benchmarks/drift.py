@@ -44,7 +44,7 @@ def run(variant: str, epochs: int) -> dict[str, Any]:
 
     def measure(event: dict[str, Any]) -> None:
         if event["kind"] == "validation" and event["epoch"]:
-            health = examine(trainer.flow, trainer.train.spread(200, seed=0))
+            health = examine(trainer.flow, trainer.train.random_examples(200, seed=0))
             found["distance"].append(max(layer.distance for layer in health.layers))
             found["angle"] = max(layer.log_det_angle for layer in health.layers)
             found["nll"].append(event["nll"])

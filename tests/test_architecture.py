@@ -32,7 +32,7 @@ ORDER = [
 EXEMPT = {"__init__", "__main__"}
 # Names that several modules may define, with the reason why.
 SAME_NAMES: dict[str, str] = {}
-NO_CUDA = ("bijection", "flow", "models", "objective", "penalties", "estimator", "runtime.step")
+NO_CUDA = ("bijection", "flow", "models", "objective", "penalties", "estimator", "runtime.context")
 
 
 def modules():
@@ -83,7 +83,7 @@ def test_the_contract_knows_no_cuda():
     texts = {name: (SOURCE / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8") for name in NO_CUDA}
     assert [name for name, text in texts.items() if "torch.cuda" in text or "import triton" in text] == []
     tree = dict(modules())["bijection"]
-    assert set(imported(ast.walk(tree))) == {"runtime.checks", "runtime.step"}
+    assert set(imported(ast.walk(tree))) == {"runtime.checks", "runtime.context"}
 
 
 def test_names_are_defined_once():

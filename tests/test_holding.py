@@ -9,7 +9,7 @@ from selfnorm import Chain, Flow, SelfNormConv2d, SelfNormLinear, SmoothLeakyReL
 from selfnorm.linalg.neumann import InfiniteVarianceError, draw_terms
 from selfnorm.models import conv_flow, fc_flow
 from selfnorm.objective import VARIANCE_CHECK, Loss
-from selfnorm.runtime.step import step_context
+from selfnorm.runtime.context import step_context
 
 
 def perturbed(flow):

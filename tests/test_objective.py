@@ -213,3 +213,11 @@ def test_the_objective_never_waits_on_the_device(never_waiting):
             value, metrics = loss(x, generator=generator)
             value.backward()
             loss.after_step(metrics)
+
+
+def test_a_layer_with_reconstructions_must_be_a_learned_inverse():
+    class Named(Chain):
+        reconstruction_names = ("0",)
+
+    with pytest.raises(ValueError, match="expected layer 0 to be a `linalg.learned.LearnedInverse`.*got SmoothLeakyReLU"):
+        Loss(Flow(Named(SmoothLeakyReLU())))

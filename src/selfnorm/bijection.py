@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.runtime.checks import expect_finite
-from selfnorm.runtime.step import current_step
+from selfnorm.runtime.context import current_step
 
 
 class Surrogate(NamedTuple):
@@ -81,6 +81,11 @@ class Bijection(nn.Module):
         initialize(x)       data-dependent initialisation; called once, before the first step
         after_step()        called by the training loop after each optimiser step; random numbers come from the generator that
                             it is given (set `draws_after_step` if it draws any)
+        reconstruction_names  if the surrogate has columns of reconstruction errors; `Loss` then expects what
+                            `linalg.learned.LearnedInverse` lists. Set `surrogate_is_exact` to False as well.
+        inverse_tracker     if an inverse follows the weight in `after_step`
+
+    Layers inside a layer are called as `layer(x)`, so that hooks see them.
 
     Keep all state in parameters and buffers, hard-code neither device nor dtype, and raise a `ValueError` that says who,
     expected what, and got what. `context` conditions the layers that are built for one; the others ignore it. Add the layer
@@ -169,7 +174,7 @@ class Chain(Bijection):
         for index, layer in enumerate(self):
             with located(f"layer {index}"):
                 x, log_det = layer(x, context=context)
-                _expect_finite(layer, "forward", x, log_det)
+                _check_finite(layer, "forward", x, log_det)
             total = total + log_det
         return x, total
 
@@ -178,7 +183,7 @@ class Chain(Bijection):
         for index, layer in reversed(list(enumerate(self))):
             with located(f"layer {index}"):
                 z, log_det = layer.inverse(z, context=context)
-                _expect_finite(layer, "inverse", z, log_det)
+                _check_finite(layer, "inverse", z, log_det)
             total = total + log_det
         return z, total
 
@@ -217,7 +222,7 @@ class Chain(Bijection):
             with located(f"layer {index}"):
                 layer.initialize(x, context=context)
                 x, log_det, _ = layer.surrogate(x, context=context)
-                _expect_finite(layer, "initialize", x, log_det)
+                _check_finite(layer, "initialize", x, log_det)
 
     def after_step(self, *, generator: torch.Generator | None = None) -> None:
         for index, layer in enumerate(self):
@@ -240,7 +245,7 @@ def located(place: str) -> Iterator[None]:
         raise
 
 
-def _expect_finite(layer: Bijection, method: str, out: Tensor, log_det: Tensor) -> None:
+def _check_finite(layer: Bijection, method: str, out: Tensor, log_det: Tensor) -> None:
     # One sum and one read for the usual case: a non-finite entry anywhere makes the sum non-finite.
     if torch.isfinite(out.sum() + log_det.sum()):
         return

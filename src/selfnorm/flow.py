@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection, Chain, InverseTracker, Surrogate
 from selfnorm.runtime.checks import event_shape, expect_finite, expect_float, expect_shape
-from selfnorm.runtime.step import current_step
+from selfnorm.runtime.context import current_step
 
 Inverse = Literal["learned", "exact", "refined"]
 

@@ -17,8 +17,8 @@ from selfnorm.linalg.neumann import draw_terms, expect_finite_variance, expect_p
 from selfnorm.linalg.polish import expect_polish, expect_tap_mean, polish_inverse
 from selfnorm.penalties import GECO, MDMM, Fixed, Penalty
 from selfnorm.runtime.checks import count, expect_batch
+from selfnorm.runtime.context import step_context
 from selfnorm.runtime.seeds import HostGenerators
-from selfnorm.runtime.step import step_context
 
 __all__ = ["GECO", "MDMM", "Fixed", "Loss", "Metrics", "Penalty"]
 
@@ -77,6 +77,12 @@ class Loss(nn.Module):
         self.polish, self.polish_every = polish, count("Loss", "polish_every", polish_every)
         self.debias, self.debias_keep = count("Loss", "debias", debias) if debias else 0, expect_probability("Loss", debias_keep)
         self.symmetric = symmetric
+        for name, layer in zip(flow.reconstruction_names, self._layers(), strict=True):
+            if not isinstance(layer, LearnedInverse):
+                raise ValueError(
+                    f"Loss: expected layer {name} to be a `linalg.learned.LearnedInverse`, since it has a reconstruction, "
+                    f"got {type(layer).__name__}"
+                )
         if polish is not None:
             expect_polish(polish, self._layers())
         # A resumed run must polish and check at the same steps, so their count is state, mirrored on the host.
@@ -185,5 +191,5 @@ class Loss(nn.Module):
 
     def _tail(self, layer: LearnedInverse, x: Tensor, generator: torch.Generator | None) -> Tensor:
         noise = torch.randn(self.debias, *layer.example_shape, generator=generator, device=x.device, dtype=x.dtype)
-        terms = draw_terms(self.debias, self.debias_keep, self._host_generators.following(generator))
+        terms = draw_terms(self.debias, self.debias_keep, self._host_generators.derive(generator))
         return neumann_tail(layer, noise, terms=terms, keep=self.debias_keep)

@@ -43,7 +43,10 @@ class Penalty(nn.Module):
         raise NotImplementedError
 
     def after_step(self, error: Tensor) -> None:
-        """Moves the multipliers, given the errors of the step that was taken."""
+        """Moves the multipliers, given the errors of the step that was taken.
+
+        Must not wait for the device. An error is NaN if its step failed or changed no weight: leave its multiplier as it is.
+        """
 
     @torch.no_grad()
     def raise_weight(self, factor: float) -> None:
@@ -74,7 +77,7 @@ class GECO(Penalty):
     within `bounds`. The loss shows λ·C̄ and has the gradient of λ·C. Keller et al. (2021, table 5)
     used it without a tolerance: λ could only grow.
 
-    Buffers beside reconstruction_weight: average (K,), C̄; started, whether it has seen a first value.
+    Buffers besides reconstruction_weight: average (K,), C̄; started, whether it has seen a first value.
     """
 
     average: Tensor

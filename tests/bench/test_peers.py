@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from selfnorm.bench import peers
-from selfnorm.bench.models import MODELS
 from selfnorm.bench.peers import FC, MISSING, Peer, peers_table
 from selfnorm.bench.table import significant
+from selfnorm.bench.workloads import MODELS
 from selfnorm.models import fc_flow
 from selfnorm.report.results import build
 from support.benching import BRIEF

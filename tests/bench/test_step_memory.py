@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from selfnorm.bench import step_memory
-from selfnorm.bench.models import MODELS, choose
+from selfnorm.bench.workloads import MODELS, choose
 from selfnorm.report.results import build
 from selfnorm.runtime.precision import precision
 from support.benching import stop

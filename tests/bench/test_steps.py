@@ -12,11 +12,11 @@ import torch
 
 from selfnorm.bench import peers, scaling, steps, training
 from selfnorm.bench.floor import Ceilings, count_step
-from selfnorm.bench.models import MODELS, choose, default_models, families
 from selfnorm.bench.peers import FC, peers_table
 from selfnorm.bench.scaling import scaling_table
 from selfnorm.bench.steps_table import STEP_COLUMNS, steps_table
 from selfnorm.bench.training import training_step
+from selfnorm.bench.workloads import MODELS, choose, default_models, families
 from selfnorm.report.results import build
 from selfnorm.runtime.precision import precision
 from selfnorm.runtime.threads import cpu_threads

@@ -8,10 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
-from selfnorm.bench import models, peers, step_memory, steps
-from selfnorm.bench.models import MODELS
+from selfnorm.bench import peers, step_memory, steps, workloads
 from selfnorm.bench.peers import FC
 from selfnorm.bench.table import BenchTable
+from selfnorm.bench.workloads import MODELS
 from selfnorm.report import timings
 from selfnorm.report.results import build
 from selfnorm.report.timings import Bar
@@ -208,4 +208,4 @@ def test_precision_is_set_for_the_run_alone(monkeypatch):
 
 
 def test_every_data_set_of_a_recipe_has_a_shape():
-    assert {model.recipe.data.source for model in MODELS.values()} <= models.SHAPES.keys()
+    assert {model.recipe.data.source for model in MODELS.values()} <= workloads.SHAPES.keys()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import selfnorm
+from selfnorm.cli.application import command
 from selfnorm.data import cifar10, load_dataset, mnist
 from selfnorm.train import checkpoint as checkpoints
 from selfnorm.train.checkpoint import read_checkpoint
@@ -250,3 +251,8 @@ def test_a_reader_that_leaves_is_no_error(table_run, tmp_path):
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
         assert "log_likelihood" in done.stdout.splitlines()[0]
         assert done.stdout.splitlines()[1] == "0" and done.stderr == ""
+
+
+def test_a_verb_without_debug_is_refused_when_it_is_registered():
+    with pytest.raises(TypeError, match="command nonsense: expected a parameter `debug: Debug = False`"):
+        command("nonsense")(lambda: None)

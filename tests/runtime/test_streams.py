@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from selfnorm.runtime.step import current_step, step_context
+from selfnorm.runtime.context import current_step, step_context
 from selfnorm.runtime.streams import Branches, branching
 
 
 def test_nothing_happens_without_branches():
-    with current_step().beside(torch.ones(1)):
+    with current_step().on_side_stream(torch.ones(1)):
         pass
     current_step().join()
-    with branching(None) as step, step.beside(recorded=True):
+    with branching(None) as step, step.on_side_stream(recorded=True):
         step.join()
 
 
@@ -37,7 +37,7 @@ def test_branches_work_beside_and_are_joined(recorded):
     with branching(branches) as step:
         found = []
         for _ in range(3):
-            with step.beside(x, recorded=recorded):
+            with step.on_side_stream(x, recorded=recorded):
                 assert torch.cuda.current_stream() != main
                 found.append(x @ x)
         assert sum(held is x for held in branches._held) == 3
@@ -56,9 +56,9 @@ def test_branches_can_be_captured():
     graph = torch.cuda.CUDAGraph()
     branches = Branches(device)
     with torch.cuda.graph(graph), branching(branches) as step:
-        with step.beside(x):
+        with step.on_side_stream(x):
             square = x @ x
-        with step.beside(x):
+        with step.on_side_stream(x):
             double = 2 * x
         step.join()
         out.copy_(square + double)

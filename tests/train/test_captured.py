@@ -16,7 +16,7 @@ from selfnorm.kernels.dispatch import used_on
 from selfnorm.layers.linear import LinearMap
 from selfnorm.layers.tracked import TrackedLinear
 from selfnorm.linalg.factors import ExactFactors
-from selfnorm.runtime.gradients import GradientCollector
+from selfnorm.runtime.collector import GradientCollector
 from selfnorm.runtime.precision import precision
 from selfnorm.train import adam as adam_module
 from selfnorm.train.adam import share_step_count, steps_taken
@@ -203,7 +203,7 @@ def test_nothing_moves_once_a_tracker_is_lost_until_it_is_settled(device, monkey
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         layer.settle()
-    step.go_on()
+    step.clear_lost()
     step(0, 4, 1e-3)
     assert steps_taken(step.optimizer) == 5
     assert not step.lost
@@ -413,9 +413,19 @@ def test_a_step_that_changes_nothing_moves_no_multiplier(device, penalty):
     for index in (1, 2):
         step(0, index, 1e-3)
     assert all(torch.equal(value, before[name]) for name, value in step.loss.penalty.state_dict().items())
-    step.go_on()
+    step.clear_lost()
     step(0, 1, 1e-3)
     assert not torch.equal(step.loss.penalty.reconstruction_weight, before["reconstruction_weight"])
+
+
+@pytest.mark.parametrize("penalty", ["geco", "mdmm"])
+def test_an_eager_step_that_failed_moves_no_multiplier(device, penalty):
+    step = made(EagerStep, device, f"penalty={penalty}", "weight=100")
+    step(0, 0, 1e-3)
+    before = {name: value.clone() for name, value in step.loss.penalty.state_dict().items()}
+    step.failed.fill_(1.0)
+    step(0, 1, 1e-3)
+    assert all(torch.equal(value, before[name]) for name, value in step.loss.penalty.state_dict().items())
 
 
 def test_a_sketch_that_is_lost_stays_so_until_it_is_settled(device):

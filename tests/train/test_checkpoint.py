@@ -110,7 +110,7 @@ def test_views_and_transposed_tensors_are_saved_by_value(trained, tmp_path):
 def test_a_loaded_flow_scores_bit_for_bit_as_the_trained_one(trained, default):
     path, best, trainer = trained
     torch.set_default_dtype(default)
-    x = trainer.validation.spread(50, seed=0)
+    x = trainer.validation.random_examples(50, seed=0)
     with torch.no_grad():
         expected = best.flow().log_prob(x)
         for source in (path, str(path), path / "best.safetensors", path / "last.safetensors"):

@@ -7,10 +7,10 @@ from selfnorm.data import load_dataset
 from selfnorm.data.dataset import Dataset
 from selfnorm.train.adam import steps_taken
 from selfnorm.train.checkpoint import read_checkpoint
+from selfnorm.train.counters import RunProgress
 from selfnorm.train.divergence import diagnosis
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
-from selfnorm.train.progress import RunProgress
 from selfnorm.train.run import resume_run, start_run
 from selfnorm.train.stopping import DivergedError
 from support.small_runs import SMALL, digits, started

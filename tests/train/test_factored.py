@@ -8,9 +8,9 @@ import torch
 from selfnorm import Chain, Flow, RelativeLinear, SelfNormLinear, SmoothLeakyReLU, TrackedLinear
 from selfnorm.kernels.dense.factored import PairGradient, SingleGradient
 from selfnorm.kernels.dispatch import used_on
-from selfnorm.runtime.gradients import AdamArguments, GradientCollector, add_to_grad, collected_gradients
-from selfnorm.runtime.gradients import Moments as AdamMoments
-from selfnorm.runtime.step import step_context
+from selfnorm.runtime.collector import AdamArguments, GradientCollector, add_to_grad, collected_gradients
+from selfnorm.runtime.collector import Moments as AdamMoments
+from selfnorm.runtime.context import step_context
 from selfnorm.train.adam import update_from_factors
 
 BETAS, EPS = (0.9, 0.999), 1e-8

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 import selfnorm
 from selfnorm.bench.conditions import Conditions
-from selfnorm.bench.models import MODELS, Model
 from selfnorm.bench.table import (
     BenchTable,
     Cell,
@@ -36,6 +35,7 @@ from selfnorm.bench.table import (
 )
 from selfnorm.bench.timing import Effort, Failure, Timing, Work, measure, reason_for
 from selfnorm.bench.training import FAILED_STEP, TrainingStep, training_step
+from selfnorm.bench.workloads import MODELS, Model
 
 PeerLoss = Callable[[Tensor], Tensor]  # batch to scalar
 PEER_BATCH = 100

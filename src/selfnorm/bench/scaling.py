@@ -29,7 +29,7 @@ from selfnorm.bench.table import (
 from selfnorm.bench.timing import Effort, Failure, Timing, Work, measure, reason_for
 from selfnorm.bijection import Bijection
 from selfnorm.models import LINEAR
-from selfnorm.runtime.gradients import AdamArguments, collected_gradients
+from selfnorm.runtime.collector import AdamArguments, collected_gradients
 from selfnorm.train.adam import BETAS, EPS, moments_of, update_from_factors
 
 SCALING_BATCH = 128

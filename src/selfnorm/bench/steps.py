@@ -11,11 +11,11 @@ import torch
 
 from selfnorm.bench.floor import Ceilings, Counts, bare_step, count_step, measure_ceilings
 from selfnorm.bench.graph import captured
-from selfnorm.bench.models import Model, families
 from selfnorm.bench.step_memory import memory_of
 from selfnorm.bench.table import LineCallback
 from selfnorm.bench.timing import Effort, Failure, Timing, Work, measure, reason_for
 from selfnorm.bench.training import FAILED_STEP, TrainingStep, training_step
+from selfnorm.bench.workloads import Model, families
 from selfnorm.evaluate.sampler import Sampler
 from selfnorm.flow import Flow
 from selfnorm.runtime.device import synchronize

@@ -9,7 +9,6 @@ import torch
 
 from selfnorm.bench import steps
 from selfnorm.bench.conditions import Conditions
-from selfnorm.bench.models import PAPER_MS, Model
 from selfnorm.bench.step_memory import MIB
 from selfnorm.bench.steps import Measured, measure_steps, with_threads
 from selfnorm.bench.table import (
@@ -26,6 +25,7 @@ from selfnorm.bench.table import (
     timing_details,
 )
 from selfnorm.bench.timing import Effort, Timing
+from selfnorm.bench.workloads import PAPER_MS, Model
 
 STEP_COLUMNS = (
     "model",

@@ -9,8 +9,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from selfnorm.bench.models import Model
 from selfnorm.bench.timing import Work
+from selfnorm.bench.workloads import Model
 from selfnorm.data.batches import Examples, TrainingBatches
 from selfnorm.objective import Loss
 from selfnorm.train.adam import make_adam
@@ -49,7 +49,7 @@ def training_step(model: Model, device: torch.device) -> TrainingStep:
     examples = batches.examples
     loss = build_loss(recipe, build_flow(recipe, model.shape, model.levels)).to(device)
     chosen = recipe.optimiser
-    loss.flow.initialize(examples.spread(chosen.init_examples or chosen.batch_size, chosen.seed))
+    loss.flow.initialize(examples.random_examples(chosen.init_examples or chosen.batch_size, chosen.seed))
     one = EagerStep(loss, make_adam(loss), batches, chosen.clip)
     captures = can_be_captured(loss, batches)
     # A captured step needs an optimiser of its own.

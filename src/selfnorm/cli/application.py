@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import io
 import os
 import sys
@@ -33,10 +34,14 @@ app = typer.Typer(
 def command(name: str, *examples: str, group: typer.Typer = app) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorator that registers a verb with examples in its help, and turns exceptions into one line and an exit status.
 
+    The verb must have a parameter `debug: Debug = False`, which shows a traceback instead of the line.
     Exit statuses: 1 for an error, 3 for divergence, 128 + number for a signal.
     """
 
     def register(verb: Callable[..., None]) -> Callable[..., None]:
+        if "debug" not in inspect.signature(verb).parameters:
+            raise TypeError(f"command {name}: expected a parameter `debug: Debug = False`, got none")
+
         @functools.wraps(verb)
         def guarded(*args: Any, debug: bool = False, **options: Any) -> None:
             for stream in (sys.stdout, sys.stderr):

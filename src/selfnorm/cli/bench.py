@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from selfnorm.bench.models import MODELS, choose, default_models
 from selfnorm.bench.peers import CIFAR, FC, MISSING, MNIST, PEERS, PeerRow, peers_table
 from selfnorm.bench.scaling import KINDS, STEP_PARTS, Point, scaling_table, sizes, slope, times_of
 from selfnorm.bench.step_memory import memory_table
@@ -16,6 +15,7 @@ from selfnorm.bench.steps import Measured
 from selfnorm.bench.steps_table import steps_table
 from selfnorm.bench.table import BenchTable
 from selfnorm.bench.timing import Effort, Timing
+from selfnorm.bench.workloads import MODELS, choose, default_models
 from selfnorm.cli.application import app, command
 from selfnorm.cli.bench_output import ScreenTable, deliver, output_files, show_measurements
 from selfnorm.cli.options import Debug, Device, PrecisionChoice, Quiet, resolve_device

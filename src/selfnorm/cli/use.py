@@ -163,7 +163,7 @@ def doctor(
     inverses for linear layers and 1×1 kernels, and least-squares ones for larger kernels where that improves on the learned one.
     """
     trained = Trained.open(run, resolve_device(device))
-    x = trained.examples("train", absolute_folder(data)).spread(examples, seed=0)
+    x = trained.examples("train", absolute_folder(data)).random_examples(examples, seed=0)
     print_health(examine(trained.flow, x), json)
     if not repair_inverses:
         return

@@ -91,7 +91,7 @@ class Examples:
             batch = self.gather(torch.arange(start, min(start + batch_size, len(self))))
             yield dequantise(batch, self.levels, self.dtype, generator_for(self.device, seed, "evaluate", sample, start))
 
-    def spread(self, n: int, seed: int) -> Tensor:
+    def random_examples(self, n: int, seed: int) -> Tensor:
         """Returns n random examples (or all, if fewer), dequantised: for initialisation, diagnosis and pictures."""
         order = torch.randperm(len(self), generator=generator_for(torch.device("cpu"), seed, "spread"))[:n]
         return dequantise(self.gather(order), self.levels, self.dtype, generator_for(self.device, seed, "spread", n))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from selfnorm.runtime.context import current_step, step_context
 from selfnorm.runtime.precision import products_in_tf32
-from selfnorm.runtime.step import current_step, step_context
 
 
 @contextmanager

@@ -11,10 +11,11 @@ from torch import Tensor
 from selfnorm.bijection import Bijection, Surrogate
 from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.events import sum_event
+from selfnorm.layers.fusable import FusableLayer
 from selfnorm.runtime.checks import describe, expect_batch
 
 
-class SmoothLeakyReLU(Bijection):
+class SmoothLeakyReLU(FusableLayer):
     """z = αx + (1 − α)·softplus(x), slope α on the far left and 1 on the far right (Gresele et al., 2020).
 
     The inverse is Newton's method. The map is convex and lies above both of its asymptotes, so that from x₀ = min(z, z/α), which
@@ -42,10 +43,10 @@ class SmoothLeakyReLU(Bijection):
         expect_batch(self, x)
         return self._value(x), sum_event(self._slope(x).log())
 
-    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+    def _fused(self, x: Tensor, context: Tensor | None) -> Surrogate | None:
         expect_batch(self, x)
         if not usable(x):
-            return super().surrogate(x, context=context)
+            return None
         from selfnorm.kernels.elementwise.leaky_relu import FusedSmoothLeakyReLU
 
         return Surrogate.exact(*FusedSmoothLeakyReLU.apply(x, self.alpha))
@@ -60,10 +61,10 @@ class SmoothLeakyReLU(Bijection):
         x = x - (self._value(x) - z) / self._slope(x)
         return x, -sum_event(self._slope(x).log())
 
-    def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
+    def _fused_inverse(self, z: Tensor, context: Tensor | None) -> Tensor | None:
         expect_batch(self, z)
-        if torch.is_grad_enabled() or not usable(z):
-            return super().approx_inverse(z, context=context)
+        if not usable(z):
+            return None
         from selfnorm.kernels.elementwise.leaky_relu import leaky_inverse
 
         return leaky_inverse(z, self.alpha, self._iterations + 1)

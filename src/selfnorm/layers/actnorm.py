@@ -7,12 +7,13 @@ import math
 import torch
 from torch import Tensor, nn
 
-from selfnorm.bijection import Bijection, Surrogate
+from selfnorm.bijection import Surrogate
 from selfnorm.kernels.dispatch import usable
+from selfnorm.layers.fusable import FusableLayer
 from selfnorm.runtime.checks import count, describe
 
 
-class ActNorm(Bijection):
+class ActNorm(FusableLayer):
     """z = (x + shift)·exp(log_scale) for each channel; `initialize` makes a first batch zero-mean and unit-variance.
 
     Parameters: shift (C,), log_scale (C,), both 0 until then, which is the identity (Kingma & Dhariwal, 2018). Takes (N, C) or
@@ -35,10 +36,10 @@ class ActNorm(Bijection):
         shift, log_scale = self._parameters_for(x)
         return (x + shift) * log_scale.exp(), self._log_det(x)
 
-    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+    def _fused(self, x: Tensor, context: Tensor | None) -> Surrogate | None:
         self._parameters_for(x)  # raises ValueError for a wrong shape
         if not usable(x, self.shift, self.log_scale):
-            return super().surrogate(x, context=context)
+            return None
         from selfnorm.kernels.elementwise.actnorm import FusedActNorm
 
         return Surrogate.exact(*FusedActNorm.apply(x, self.shift, self.log_scale))
@@ -46,8 +47,8 @@ class ActNorm(Bijection):
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self._undo(z), -self._log_det(z)
 
-    def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
-        return self._undo(z)
+    def _fused_inverse(self, z: Tensor, context: Tensor | None) -> Tensor | None:
+        return self._undo(z)  # without the log-determinant it is cheap enough
 
     def _undo(self, z: Tensor) -> Tensor:
         shift, log_scale = self._parameters_for(z)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from selfnorm.bijection import Bijection, Surrogate
+from selfnorm.bijection import Surrogate
 from selfnorm.kernels.coupling.choice import NetworkWeights, coupling_kernels_fit
 from selfnorm.layers.coupling_network import products_round_like_convolutions, scale_and_shift
 from selfnorm.layers.events import sum_event
+from selfnorm.layers.fusable import FusableLayer
 from selfnorm.runtime.checks import count, describe, expect_like, expect_shape
 from selfnorm.runtime.precision import networks_in_bf16
 
 
-class ConditionalAffine(Bijection):
+class ConditionalAffine(FusableLayer):
     """z = x·exp(log s) + t with log s and t computed from a context image: log s = 2·tanh(h/2) is within ±2.
 
     The network is Glow's: 3×3 → ReLU → 1×1 → ReLU → 3×3, `hidden` wide. Its last layer starts at zero, so that the map
@@ -45,22 +46,22 @@ class ConditionalAffine(Bijection):
         log_scale, shift = self._scale_and_shift(z, context)
         return (z - shift) * (-log_scale).exp(), -sum_event(log_scale)
 
-    def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
+    def _fused_inverse(self, z: Tensor, context: Tensor | None) -> Tensor | None:
         expect_shape(self, z, self.channels, "H", "W")
         context = expect_context(self, context, self.context_channels, z)
         weights = self.weights()
-        if torch.is_grad_enabled() or not _inverse_kernels_fit(weights, z, context):
-            return super().approx_inverse(z, context=context)
+        if not _inverse_kernels_fit(weights, z, context):
+            return None
         from selfnorm.kernels.coupling.affine import matrix_inverse
 
         return matrix_inverse(z, context, weights)
 
-    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+    def _fused(self, x: Tensor, context: Tensor | None) -> Surrogate | None:
         expect_shape(self, x, self.channels, "H", "W")
         context = expect_context(self, context, self.context_channels, x)
         weights = self.weights()
         if not coupling_kernels_fit(weights, x, context):
-            return super().surrogate(x, context=context)
+            return None
         from selfnorm.kernels.coupling.affine import MatrixAffine
 
         return Surrogate.exact(*MatrixAffine.apply(x, context, networks_in_bf16(), *weights))
@@ -75,7 +76,7 @@ class ConditionalAffine(Bijection):
         return scale_and_shift(self.weights(), expect_context(self, context, self.context_channels, x))
 
 
-class AffineCoupling(Bijection):
+class AffineCoupling(FusableLayer):
     """Keeps the first half of the channels, and scales and shifts the other half as a function of it (Dinh et al., 2017; Glow).
 
     With `context_channels`, the network also reads a context: (N, context_channels, H, W), or (N, context_channels) for the whole
@@ -110,20 +111,22 @@ class AffineCoupling(Bijection):
         change, log_det = self.affine.inverse(change, context=network_input)
         return torch.cat([stay, change], dim=1), log_det
 
-    def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
+    def _fused_inverse(self, z: Tensor, context: Tensor | None) -> Tensor | None:
         stay, change, network_input = self._split(z, context)
         weights = self.affine.weights()
-        if self.context_channels or torch.is_grad_enabled() or not _inverse_kernels_fit(weights, z, network_input):
-            return torch.cat([stay, self.affine.approx_inverse(change, context=network_input)], dim=1)
+        if not _inverse_kernels_fit(weights, z, network_input):
+            return None
         from selfnorm.kernels.coupling.affine import matrix_inverse
 
-        return matrix_inverse(z, None, weights)
+        if not self.context_channels:
+            return matrix_inverse(z, None, weights)
+        return torch.cat([stay, matrix_inverse(change, network_input, weights)], dim=1)
 
-    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+    def _fused(self, x: Tensor, context: Tensor | None) -> Surrogate | None:
         stay, change, network_input = self._split(x, context)
         weights = self.affine.weights()
         if not coupling_kernels_fit(weights, x, network_input):
-            return super().surrogate(x, context=context)
+            return None
         from selfnorm.kernels.coupling.affine import MatrixAffine
 
         if not self.context_channels:

@@ -12,7 +12,7 @@ from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.linear import ConvMap, DenseMap, LinearMap, drop_kept_inverse
 from selfnorm.linalg.blocks import BlockForm
 from selfnorm.linalg.factors import log_abs_det
-from selfnorm.runtime.step import current_step
+from selfnorm.runtime.context import current_step
 
 SMALL_BLOCK = 64  # rows of a matrix that a kernel can factorise
 
@@ -23,12 +23,9 @@ class _ExactTraining(LinearMap):
     def _plain(self, x: Tensor) -> Surrogate:
         form = self.form(x)
         weight = self.weight.view_as(self.weight)  # the branch's use is not the first, so gradients meet on the main line
-        with current_step().beside(recorded=True):  # needed only at the end of the forward pass
+        with current_step().on_side_stream(recorded=True):  # needed only at the end of the forward pass
             log_det = _training_log_det(weight, form).repeat(x.shape[0])
         return Surrogate.exact(self._apply_for_training(x, weight), log_det)
-
-    def _fused(self, x: Tensor) -> Surrogate | None:
-        return None
 
     def _apply_for_training(self, x: Tensor, weight: Tensor) -> Tensor:
         """Wx + b. A kernel may compute it, so it need not have a second derivative."""

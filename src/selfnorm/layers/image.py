@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfnorm.bijection import Bijection, Chain, Surrogate, joined_names, located
 from selfnorm.runtime.checks import count, describe, event_shape, expect_shape
-from selfnorm.runtime.step import current_step
+from selfnorm.runtime.context import current_step
 
 
 class Squeeze(Bijection):

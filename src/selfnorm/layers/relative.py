@@ -22,7 +22,7 @@ from selfnorm.bijection import Surrogate
 from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.linear import DenseMap, drop_kept_inverse
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
-from selfnorm.runtime.step import current_step
+from selfnorm.runtime.context import current_step
 
 
 class RelativeLinear(DenseMap):

@@ -40,14 +40,14 @@ from selfnorm.linalg.factors import invert
 from selfnorm.linalg.iterations import transposed
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
 from selfnorm.runtime.checks import describe
-from selfnorm.runtime.step import current_step
+from selfnorm.runtime.context import current_step
 
 # On a CPU, multiplying a transposed view uses all threads, while a transposed copy works in cache-friendly tiles on one. For
 # wider matrices, and for rows that lie a multiple of many cache lines apart, the copy is faster.
 WIDEST_TRANSPOSED_VIEW = 2048
 
 
-class _LearnedInverse(KeptInverse):
+class _SelfNormalizing(KeptInverse):
     """Training of W and R together, whatever their shape. Abstract."""
 
     surrogate_is_exact = False
@@ -73,7 +73,7 @@ class _LearnedInverse(KeptInverse):
         raise NotImplementedError
 
 
-class SelfNormLinear(_LearnedInverse, DenseMap):
+class SelfNormLinear(_SelfNormalizing, DenseMap):
     """z = Wx + b, W any D × D matrix, with a learned inverse R; training costs O(D²) an example, and no determinant.
 
     Parameters: weight (D, D), I + Xavier-normal noise of gain 0.01 at first; weight_inv (D, D), Wᵀ at first; bias (D,).
@@ -110,7 +110,7 @@ class SelfNormLinear(_LearnedInverse, DenseMap):
         return self.weight[None], self.weight_inv[None]
 
 
-class SelfNormConv2d(_LearnedInverse, ConvMap):
+class SelfNormConv2d(_SelfNormalizing, ConvMap):
     """z = w ⋆ x + b, a same-size convolution, with a learned inverse convolution r; training needs no determinant.
 
     Parameters: weight (C, C/groups, kh, kw), the identity's kernel + Xavier-normal noise of gain 0.01 at first, or a random

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfnorm.bijection import Bijection, Surrogate
+from selfnorm.bijection import Surrogate
 from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.events import sum_event
+from selfnorm.layers.fusable import FusableLayer
 from selfnorm.runtime.checks import count, event_shape, expect_shape
 
 # The smallest share of the interval that a bin can take in x or in z, and the smallest slope at a knot.
@@ -20,7 +21,7 @@ SPLINE_MINIMUM = 1e-3
 MOST_FUSED_BINS = 16
 
 
-class SplineActivation(Bijection):
+class SplineActivation(FusableLayer):
     """A monotone rational-quadratic spline on [−bound, bound] for each element, the identity outside; analytic inverse.
 
     Parameters: widths, heights (*shape, bins) and slopes (*shape, bins − 1), raw and 0.01·N(0, 1) at first, which is close to the
@@ -64,10 +65,10 @@ class SplineActivation(Bijection):
         log_slope = _log_slope(t, mean_slope, slope, next_slope, denominator)
         return torch.where(inside, z, x), sum_event(torch.where(inside, log_slope, 0))
 
-    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+    def _fused(self, x: Tensor, context: Tensor | None) -> Surrogate | None:
         expect_shape(self, x, *self.shape)
-        if not self._fusable(x):
-            return super().surrogate(x, context=context)
+        if not self._kernels_fit(x):
+            return None
         from selfnorm.kernels.elementwise.spline import FusedSpline
 
         return Surrogate.exact(*FusedSpline.apply(x, self.widths, self.heights, self.slopes, self.bound, SPLINE_MINIMUM))
@@ -90,15 +91,15 @@ class SplineActivation(Bijection):
         log_slope = _log_slope(t, mean_slope, slope, next_slope, denominator)
         return torch.where(inside, left + width * t, z), -sum_event(torch.where(inside, log_slope, 0))
 
-    def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
+    def _fused_inverse(self, z: Tensor, context: Tensor | None) -> Tensor | None:
         expect_shape(self, z, *self.shape)
-        if torch.is_grad_enabled() or not self._fusable(z):
-            return super().approx_inverse(z, context=context)
+        if not self._kernels_fit(z):
+            return None
         from selfnorm.kernels.elementwise.spline import spline_inverse
 
         return spline_inverse(z, self.widths, self.heights, self.slopes, self.bound, SPLINE_MINIMUM)
 
-    def _fusable(self, x: Tensor) -> bool:
+    def _kernels_fit(self, x: Tensor) -> bool:
         slopes = self.slopes if self.bins > 1 else None
         return self.bins <= MOST_FUSED_BINS and usable(x, self.widths, self.heights, slopes)
 

@@ -30,8 +30,8 @@ from selfnorm.linalg.factors import invert, widen
 from selfnorm.linalg.iterations import sketch_and_project, transposed
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
 from selfnorm.runtime.checks import count, describe, expect_shape, pair
+from selfnorm.runtime.context import current_step
 from selfnorm.runtime.precision import full_float32
-from selfnorm.runtime.step import current_step
 
 Tracker = Literal["newton-schulz", "sketch"]
 LARGEST_DENSE_INVERSE = 4096  # rows of T(w)⁻¹: 64 MiB in float32
@@ -116,7 +116,7 @@ class _Tracked(KeptInverse):
         """
         step = current_step()
         with torch.autocast(self.weight.device.type, enabled=False):  # which would round R to half precision
-            with step.beside():  # layers need not wait for each other
+            with step.on_side_stream():  # layers need not wait for each other
                 self.track(generator=generator)
             if not (self.weight.is_cuda and torch.cuda.is_current_stream_capturing()):
                 step.join()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from selfnorm.linalg.convmatrix import Geometry
 
 
+@runtime_checkable
 class LearnedInverse(Protocol):
     """A linear map W with a learned inverse R, on examples of `example_shape`."""
 

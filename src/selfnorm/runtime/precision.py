@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from selfnorm.runtime.step import Precision, current_step, step_context
+from selfnorm.runtime.context import Precision, current_step, step_context
 
 __all__ = [
     "PRECISIONS",

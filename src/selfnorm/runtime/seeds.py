@@ -20,7 +20,7 @@ class HostGenerators:
         """Begins a step."""
         self._step, self._uses = step, 0
 
-    def following(self, generator: torch.Generator | None) -> torch.Generator | None:
+    def derive(self, generator: torch.Generator | None) -> torch.Generator | None:
         """A new CPU generator; None, for torch's own, if there is none to follow."""
         if generator is None:
             return None

@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from selfnorm.runtime.step import StepContext, step_context
+from selfnorm.runtime.context import StepContext, step_context
 
 STREAMS = 8
 
@@ -35,7 +35,7 @@ class Branches:
         self._held: list[Tensor] = []
 
     @contextmanager
-    def beside(self, reads: tuple[Tensor, ...], recorded: bool) -> Iterator[None]:
+    def on_side_stream(self, reads: tuple[Tensor, ...], recorded: bool) -> Iterator[None]:
         """A block on the next stream, which first waits for everything queued on the current one."""
         streams = _streams(self._device, recorded)
         stream = streams[len(self._used) % STREAMS]

@@ -6,7 +6,7 @@ is a float32 scalar, 0 or 1:
     failed         a step had a non-finite loss or gradient. From that step on no weight changes, so that the weights are still
                    those that failed.
     lost           a tracked inverse is too far off to give a gradient (`layers.tracked`). The steps after that change no weight,
-                   until the loop has settled the trackers and calls `go_on`; they are then taken again.
+                   until the loop has settled the trackers and calls `clear_lost`; they are then taken again.
     late_failure   an update found a non-finite gradient while it multiplied it (`kernels.dense.adam`). The other weights have
                    taken that step by then. The next update moves this flag to `failed`, and the step is not counted.
     frozen         max(failed, lost): what the updates themselves look at.
@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.kernels.dispatch import usable
-from selfnorm.objective import Loss
-from selfnorm.runtime.gradients import AdamArguments, FactoredGradient, Moments
+from selfnorm.objective import Fixed, Loss, Metrics
+from selfnorm.runtime.collector import AdamArguments, FactoredGradient, Moments
 from selfnorm.runtime.streams import Branches, branching
 
 BETAS, EPS = (0.9, 0.999), 1e-8  # the paper's, and torch's
@@ -81,11 +81,18 @@ def update_eagerly(optimizer: torch.optim.Adam, rate: float, failed: Tensor) -> 
     optimizer.step()
 
 
+def errors_if_updated(loss: Loss, metrics: Metrics, frozen: Tensor) -> Metrics:
+    """The metrics for `loss.after_step`: their errors are NaN if the step changed no weight, so that multipliers do not move."""
+    if type(loss.penalty) is Fixed:  # it has no multipliers
+        return metrics
+    return metrics._replace(reconstruction=torch.where(frozen > 0, torch.nan, metrics.reconstruction))
+
+
 def update_from_factors(gradient: FactoredGradient, moments: Sequence[Moments], adam: AdamArguments) -> None:
     """One step for the parameters of a factored gradient, in place: by one kernel if it fits, else in plain PyTorch."""
     matrices = [*gradient.parameters, *itertools.chain(*moments)]
     contiguous = all(matrix.is_contiguous() for matrix in matrices)
-    if contiguous and usable(*matrices, *gradient.factors, adam.rate, adam.frozen, adam.failed):
+    if contiguous and usable(*matrices, *gradient.factors, adam.rate, adam.frozen, adam.late_failure):
         gradient.update_by_kernel(moments, adam)
         return
     for parameter, grad, state in zip(gradient.parameters, gradient.multiplied(), moments, strict=True):
@@ -108,8 +115,8 @@ def _update_plainly(parameter: nn.Parameter, gradient: Tensor, moments: Moments,
     for old, new in ((average, new_average), (square, new_square), (parameter, moved)):
         old.copy_(torch.where(changed, new, old))
     # A maximum in one operation: reading the flag and writing it back could undo what an update on another stream has raised.
-    here = torch.zeros(1, dtype=torch.int64, device=adam.failed.device)
-    adam.failed.view(1).scatter_reduce_(0, here, (~fine & live).any().to(adam.failed).view(1), "amax")
+    here = torch.zeros(1, dtype=torch.int64, device=adam.late_failure.device)
+    adam.late_failure.view(1).scatter_reduce_(0, here, (~fine & live).any().to(adam.late_failure).view(1), "amax")
 
 
 class GuardedAdam:
@@ -125,7 +132,7 @@ class GuardedAdam:
         self.flags = UpdateFlags(failed=zeros(()), late_failure=zeros(()), lost=zeros(()), frozen=zeros(()), step=count)
         self._one = zeros(()) + 1
 
-    def go_on(self) -> None:
+    def clear_lost(self) -> None:
         """Takes `lost` down, and `failed` with it: a step that changed nothing will fail again if it was no accident."""
         self.flags.lost.zero_()
         self.flags.failed.zero_()
@@ -186,7 +193,7 @@ class GuardedAdam:
         arguments = AdamArguments(rate, self.flags.frozen, self.flags.late_failure, BETAS, EPS)
         with branching(branches) as step:
             for gradient in factored:
-                with step.beside():
+                with step.on_side_stream():
                     update_from_factors(gradient, [self._moments(parameter) for parameter in gradient.parameters], arguments)
             self._update_others(rate)
         self.optimizer.zero_grad(set_to_none=True)

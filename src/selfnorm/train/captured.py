@@ -19,12 +19,12 @@ from torch import Tensor
 from selfnorm.bijection import InverseTracker
 from selfnorm.data.batches import TrainingBatches, seed_of
 from selfnorm.kernels.dispatch import usable
-from selfnorm.objective import Fixed, Loss, Metrics
+from selfnorm.objective import Loss, Metrics
+from selfnorm.runtime.collector import collected_gradients
 from selfnorm.runtime.device import synchronize
-from selfnorm.runtime.gradients import collected_gradients
 from selfnorm.runtime.graphs import capturing
 from selfnorm.runtime.streams import Branches, branching
-from selfnorm.train.adam import GuardedAdam
+from selfnorm.train.adam import GuardedAdam, errors_if_updated
 from selfnorm.train.step import no_mark
 
 # Steps that run uncaptured first: they compile kernels, and libraries allocate what cannot be allocated during a capture.
@@ -101,8 +101,8 @@ class CapturedStep:
         self.losses = self._history[:n, 0] + front_nll
         return Metrics(self._history[:n, 1] + front_nll, self._history[:n, 2:].clone())
 
-    def go_on(self) -> None:
-        self._adam.go_on()
+    def clear_lost(self) -> None:
+        self._adam.clear_lost()
 
     def seconds_for_batch(self, rounds: int = 5) -> float:
         """One step's share of the time to make a block of batches: the median of a few."""
@@ -163,15 +163,13 @@ class CapturedStep:
         self.mark("trackers, multipliers")
         self._after_step(metrics, generator)
         figures = (loss.view(1), metrics.surrogate.view(1), metrics.reconstruction)
-        with branching(branches, joined=False) as context, context.beside(*figures):
+        with branching(branches, joined=False) as context, context.on_side_stream(*figures):
             torch.cat(figures, out=self._history[step])  # for the host to read
         self.mark("end")
 
     def _after_step(self, metrics: Metrics, generator: torch.Generator | None) -> None:
         """Moves multipliers and trackers; the trackers each on a branch of its own."""
-        if type(self.loss.penalty) is not Fixed:  # multipliers stay where they are if an error is NaN
-            frozen = self._adam.flags.frozen > 0
-            metrics = metrics._replace(reconstruction=torch.where(frozen, torch.nan, metrics.reconstruction))
+        metrics = errors_if_updated(self.loss, metrics, self._adam.flags.frozen)
         with branching(self._tracker_branches if self._graphs.capturing else None, joined=False):
             self.loss.after_step(metrics, generator=generator)
         if not self._tracks_late:

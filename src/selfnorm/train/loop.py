@@ -30,10 +30,10 @@ from selfnorm.train.checkpoint import (
     restore_optimizer,
     save_checkpoint,
 )
+from selfnorm.train.counters import RunProgress
 from selfnorm.train.divergence import advice, diagnosis
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.profile import Piece, profile
-from selfnorm.train.progress import RunProgress
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.step import EagerStep, Step, learning_rate_at
 from selfnorm.train.stopping import DivergedError, StoppedError, StopRequests
@@ -98,8 +98,8 @@ class Trainer:
         """Initialises data-dependent layers; call this or `resume` before `run`."""
         optimiser = self.recipe.optimiser
         with cpu_threads(optimiser.threads):
-            self.flow.initialize(self.train.spread(optimiser.init_examples or optimiser.batch_size, optimiser.seed))
-        self._best = self._good = self._capture()
+            self.flow.initialize(self.train.random_examples(optimiser.init_examples or optimiser.batch_size, optimiser.seed))
+        self._best = self._good = self._make_checkpoint()
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Continues from a checkpoint of the same recipe."""
@@ -147,8 +147,8 @@ class Trainer:
 
     def save(self) -> None:
         """Writes checkpoints of the best and of the present state."""
-        self._goes_back()
-        self._write(self._capture())
+        self._handle_flags()
+        self._write(self._make_checkpoint())
 
     def _write(self, last: Checkpoint) -> None:
         # The best one first: `last` must never refer to a best that is not on disk.
@@ -188,7 +188,7 @@ class Trainer:
             if last and epoch + 1 < recipe.optimiser.epochs:
                 self.batches.order(epoch + 1)  # while the device is still busy
             # Reading flags makes a GPU wait, so it is done where the loop waits anyway.
-            if (last or self.device.type == "cpu") and self._goes_back():
+            if (last or self.device.type == "cpu") and self._handle_flags():
                 continue
             if last:
                 self._end_epoch(epoch + 1, rates[-1])
@@ -247,7 +247,7 @@ class Trainer:
                 f"the exact validation NLL is {found.nll:.1f} nats at epoch {epoch}, and was {best:.1f} at epoch {then}"
             )
         elif self.progress.worse == 0:
-            self._good = self._capture()
+            self._good = self._make_checkpoint()
             if self.progress.stale == 0:
                 self._best = self._good
 
@@ -265,7 +265,7 @@ class Trainer:
         chosen, steps = self.recipe.optimiser, self.batches.steps_per_epoch
         return learning_rate_at(step, steps, chosen.epochs, chosen.learning_rate, chosen.warmup_epochs, chosen.decay)
 
-    def _goes_back(self) -> bool:
+    def _handle_flags(self) -> bool:
         """Reads the flags. If one is raised, handles its cause and continues from the first step that changed no weight."""
         if self._step.lost:  # first: later steps, which changed nothing, may have failed because of it
             reached, self.progress.step = self.progress.step, steps_taken(self.optimizer)
@@ -277,7 +277,7 @@ class Trainer:
                 epoch, index = divmod(self.progress.step - 1, self.batches.steps_per_epoch)
                 self._diverge(f"at epoch {epoch + 1}, step {index + 1}: {error}")
                 return True
-            self._step.go_on()
+            self._step.clear_lost()
             return self.progress.step != reached
         if self._step.failed:
             self._step_failed()
@@ -304,7 +304,7 @@ class Trainer:
         raised = self.loss.penalty.reconstruction_weight.tolist()
         self._log("rollback", epoch=self.epoch, reconstruction_weight=raised, reason=reason)
         # At once, so that a kill cannot leave a `best` from after the rollback next to a `last` from before it.
-        self._good = self._capture()
+        self._good = self._make_checkpoint()
         self._write(self._good)
 
     def _log(self, kind: str, **facts: Any) -> None:
@@ -326,7 +326,7 @@ class Trainer:
         kind = CapturedStep if self.recipe.optimiser.graphs and can_be_captured(loss, self.batches) else EagerStep
         return kind(loss, optimizer, self.batches, self.recipe.optimiser.clip)
 
-    def _capture(self) -> Checkpoint:
+    def _make_checkpoint(self) -> Checkpoint:
         tensors = {f"loss.{name}": value for name, value in self.loss.state_dict().items()}
         tensors |= {f"adam.{name}": value for name, value in optimizer_tensors(self.optimizer, self._names).items()}
         index = self.progress.step % self.batches.steps_per_epoch

@@ -20,7 +20,7 @@ from torch import Tensor
 from selfnorm.bijection import Bijection, Chain, Surrogate
 from selfnorm.flow import Flow
 from selfnorm.layers.image import Split
-from selfnorm.runtime.step import step_context
+from selfnorm.runtime.context import step_context
 from selfnorm.train.captured import EAGER_STEPS, CapturedStep
 from selfnorm.train.step import EagerStep
 

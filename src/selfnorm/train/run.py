@@ -287,7 +287,7 @@ def _previous_result(folder: RunFolder) -> Result | None:
 def draw_samples(path: Path, flow: Flow, train: Examples, columns: tuple[str, ...]) -> None:
     """Writes a figure of the data, and of samples by the learned and by the exact inverse from the same z."""
     image = is_image(train.shape, train.levels)
-    data = train.spread(64 if image else 1000, seed=0)
+    data = train.random_examples(64 if image else 1000, seed=0)
     with evaluating(flow):
         learned, exact = (
             flow.sample(len(data), inverse, generator_for(train.device, 0, "sheet")).cpu() for inverse in ("learned", "exact")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from selfnorm.bijection import Chain
 from selfnorm.data.batches import TrainingBatches
 from selfnorm.objective import Loss, Metrics
-from selfnorm.train.adam import update_eagerly
+from selfnorm.train.adam import errors_if_updated, update_eagerly
 
 
 def no_mark(begins: str, kind: str = "", backward: bool = False) -> None:
@@ -22,7 +22,7 @@ class Step(Protocol):
     """Takes training steps. A step never waits for the device, except in `after_step` of layers and loss.
 
     `after_step` may raise a `ValueError` that names a layer. Everything else that can go wrong raises a flag, which the loop
-    reads when it likes; `train.adam` explains them.
+    reads later; `train.adam` explains them.
 
     failed, lost:  flags on the device.
     losses:        those of the last call's steps.
@@ -40,7 +40,7 @@ class Step(Protocol):
         """Takes the steps from `index` on, one for each learning rate; returns their metrics, a row for each."""
         ...
 
-    def go_on(self) -> None:
+    def clear_lost(self) -> None:
         """Takes `lost` down."""
         ...
 
@@ -63,7 +63,7 @@ class EagerStep:
     def steps_per_call(self, index: int) -> int:
         return 1
 
-    def go_on(self) -> None:
+    def clear_lost(self) -> None:
         pass
 
     def __call__(self, epoch: int, index: int, *rates: float) -> Metrics:
@@ -86,7 +86,7 @@ class EagerStep:
         self.mark("Adam")
         update_eagerly(self.optimizer, learning_rate, self.failed)
         self.mark("trackers, multipliers")
-        self.loss.after_step(metrics, generator=generator)
+        self.loss.after_step(errors_if_updated(self.loss, metrics, self.failed), generator=generator)
         self.mark("end")
         self.losses = value.detach()[None]
         return Metrics(metrics.surrogate[None], metrics.reconstruction[None])

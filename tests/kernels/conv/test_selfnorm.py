@@ -10,8 +10,8 @@ from selfnorm.layers import exponential
 from selfnorm.layers.exponential import ConvExponential
 from selfnorm.layers.selfnorm import _SelfNormConv2d
 from selfnorm.linalg.convmatrix import Geometry, convolve
+from selfnorm.runtime.context import step_context
 from selfnorm.runtime.precision import precision
-from selfnorm.runtime.step import step_context
 from support.kernel_checks import agree, in_float64, normal, random_layer, strided, trained
 
 pytestmark = pytest.mark.usefixtures("kernels", "poisoned")

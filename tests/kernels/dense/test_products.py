@@ -5,7 +5,7 @@ import torch
 
 from selfnorm import RelativeLinear, SelfNormLinear, TrackedLinear
 from selfnorm.kernels.dispatch import used_on
-from selfnorm.runtime.step import step_context
+from selfnorm.runtime.context import step_context
 
 pytest.importorskip("triton")
 

@@ -34,7 +34,7 @@ from selfnorm.kernels.conv.tiles import (
 from selfnorm.kernels.dense.small_determinants import repeated_slogdet
 from selfnorm.kernels.numerics import correct_truncation
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
-from selfnorm.runtime.step import current_step
+from selfnorm.runtime.context import current_step
 
 LogDetOf = Literal["triangular", "mixing"]
 
@@ -54,7 +54,7 @@ class FusedConv(torch.autograd.Function):
         log_det: Tensor | None
         inverse_transposed: Tensor | None = None
         if log_det_of == "mixing":
-            with current_step().beside(w):  # not needed before the end of the step
+            with current_step().on_side_stream(w):  # not needed before the end of the step
                 log_det, inverse_transposed = repeated_slogdet(w.flatten(1), x.shape[2] * x.shape[3], x.shape[0])
             z, _ = conv_forward(x, w, b, taps)
         else:

@@ -11,15 +11,13 @@ from torch import Tensor
 
 from selfnorm.kernels.conv.tiles import (
     column_sums,
+    convolved,
     correlate,
     image_constants,
     image_sum_tiles,
     image_tiles,
     sum_of_values,
     tap_offset,
-)
-from selfnorm.kernels.conv.tiles import (
-    convolved as convolved,
 )
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
 

@@ -24,7 +24,7 @@ from selfnorm.kernels.dense.tracking import index_type
 from selfnorm.kernels.dispatch import allows_tf32
 from selfnorm.kernels.numerics import quotient_and_remainder
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
-from selfnorm.runtime.step import current_step
+from selfnorm.runtime.context import current_step
 
 
 class FusedTrackedConv2d(torch.autograd.Function):
@@ -38,7 +38,7 @@ class FusedTrackedConv2d(torch.autograd.Function):
         # One allocation, so that all memory that lives as long as log_det exists when the branch writes to it.
         log_det, of_log_det = x.new_empty(x.shape[0] + w.numel()).tensor_split([x.shape[0]])
         of_log_det = of_log_det.view(w.shape)
-        with current_step().beside():  # neither is needed before the end of the step
+        with current_step().on_side_stream():  # neither is needed before the end of the step
             tap_means(R, w, (x.shape[2], x.shape[3]), of_log_det, log_det)
         ctx.save_for_backward(x, w, of_log_det)
         return conv_forward(x, w, b)[0], log_det

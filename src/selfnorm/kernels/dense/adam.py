@@ -9,8 +9,8 @@ with s = factor·Σ scale, scale the gradients (N,) that arrived at the log-dete
 
     m ← β₁m + (1 − β₁)∂,  v ← β₂v + (1 − β₂)∂²,  W ← W − lr/(1 − β₁ᵗ) · m / (√(v/(1 − β₂ᵗ)) + ε)
 
-in place: torch's fused Adam without weight decay. `AdamArguments` says what lr, `frozen` and `failed` mean; `train.adam` explains
-the flags and calls all of this.
+in place: torch's fused Adam without weight decay. `AdamArguments` says what lr, `frozen` and `late_failure` mean; `train.adam`
+explains the flags and calls all of this.
 
 A program owns the tile (i, j) of W and the tile (j, i) of R. Nothing else depends on them, so the program may update both in
 place. Each matrix and moment is read and written once, 24D² bytes for a matrix. The factors come from the cache, (1/rows +
@@ -37,7 +37,7 @@ from selfnorm.kernels.dense.gradient import (
     with_free_layout,
 )
 from selfnorm.kernels.dispatch import input_precision
-from selfnorm.runtime.gradients import AdamArguments, Moments
+from selfnorm.runtime.collector import AdamArguments, Moments
 
 # Up to this many gradients, with this many numbers in all, one program checks as fast as many would.
 FEW_GRADIENTS, FEW_NUMBERS, BLOCK = 8, 2**16, 1024
@@ -71,7 +71,7 @@ def adam_pair(
     scale = scale.reshape(-1)
     _pair_kernel[(triton.cdiv(features, by.columns), triton.cdiv(features, by.rows))](
         W, *states[0], R, *states[1], towards_w.contiguous(), x.contiguous(), towards_r.contiguous(), z.contiguous(),
-        scale, factor, adam.rate, adam.frozen, adam.failed, examples, features, scale.numel(), scale.stride(0),
+        scale, factor, adam.rate, adam.frozen, adam.late_failure, examples, features, scale.numel(), scale.stride(0),
         *_constants(adam), by.rows, by.columns, by.depth, triton.cdiv(examples, by.depth), *sum_blocks(scale.numel()),
         input_precision(), num_warps=by.warps, num_stages=by.stages,
     )  # fmt: skip
@@ -111,7 +111,7 @@ def _single(
     _expect_contiguous(W, *state)
     scale = scale.reshape(-1)
     _single_kernel[(triton.cdiv(features, by.columns), triton.cdiv(features, by.rows))](
-        W, *state, a.contiguous(), b.contiguous(), addend.contiguous(), scale, factor, adam.rate, adam.frozen, adam.failed,
+        W, *state, a.contiguous(), b.contiguous(), addend.contiguous(), scale, factor, adam.rate, adam.frozen, adam.late_failure,
         examples, features, scale.numel(), scale.stride(0), addend_transposed,
         *_constants(adam), by.rows, by.columns, by.depth, triton.cdiv(examples, by.depth), *sum_blocks(scale.numel()),
         input_precision(), num_warps=by.warps, num_stages=by.stages,
@@ -137,7 +137,7 @@ def few_and_small(gradients: Sequence[Tensor]) -> bool:
 
 def begin_update(
     failed: Tensor,
-    late: Tensor,
+    late_failure: Tensor,
     lost: Tensor,
     frozen: Tensor,
     step: Tensor,
@@ -153,7 +153,7 @@ def begin_update(
     gradients:  unless the sum of their squares is finite; they must be `few_and_small`.
     """
     _begin_update_kernel[(1,)](
-        failed, late, lost, frozen, step, failed if loss is None else loss, tuple(gradients),
+        failed, late_failure, lost, frozen, step, failed if loss is None else loss, tuple(gradients),
         tuple(gradient.numel() for gradient in gradients), ADVANCE=advance, LOOK=loss is not None, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
 
@@ -184,7 +184,7 @@ def _one_minus_exp(y):
 
 @triton.jit
 def _step(
-    matrix, average, square, at, inside, value, m, v, gradient, size, root, frozen, failed,
+    matrix, average, square, at, inside, value, m, v, gradient, size, root, frozen, late_failure,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPSILON: tl.constexpr,
 ):  # fmt: skip
     """Updates the tile with this value and moments by this gradient."""
@@ -201,15 +201,15 @@ def _step(
     tl.store(square + at, v, mask=live)
     tl.store(matrix + at, tl.where(fine, value - size * m / (tl.sqrt(v) / root + EPSILON), value), mask=live)
     wrong = tl.max(tl.max((live & (fine == 0)).to(tl.int32), axis=1), axis=0)
-    tl.store(failed, 1, mask=wrong > 0)
+    tl.store(late_failure, 1, mask=wrong > 0)
 
 
 @triton.jit
 def _pair_kernel(
     W, W_average, W_square, W_step, R, R_average, R_square, R_step, towards_w, x, towards_r, z, scale, factor, rate, frozen,
-    failed, examples, features, count, stride, BETA1: tl.constexpr, BETA2: tl.constexpr, LOG1: tl.constexpr, LOG2: tl.constexpr,
-    EPSILON: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr,
-    SUMS: tl.constexpr, ROUNDS: tl.constexpr, PRECISION: tl.constexpr,
+    late_failure, examples, features, count, stride, BETA1: tl.constexpr, BETA2: tl.constexpr, LOG1: tl.constexpr,
+    LOG2: tl.constexpr, EPSILON: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS:
+    tl.constexpr, SUMS: tl.constexpr, ROUNDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -230,14 +230,33 @@ def _pair_kernel(
     gradient_w = with_free_layout(gradient_w) + half * tl.trans(value_r)
     gradient_r = tl.trans(with_free_layout(gradient_r) - half * value_w)
     size, root = _corrections(W_step, rate, LOG1, LOG2)
-    _step(W, W_average, W_square, at, inside, value_w, m_w, v_w, gradient_w, size, root, frozen, failed, BETA1, BETA2, EPSILON)
+    _step(
+        W, W_average, W_square, at, inside, value_w, m_w, v_w, gradient_w, size, root, frozen, late_failure, BETA1, BETA2, EPSILON
+    )
     size, root = _corrections(R_step, rate, LOG1, LOG2)
-    _step(R, R_average, R_square, across, valid, value_r, m_r, v_r, gradient_r, size, root, frozen, failed, BETA1, BETA2, EPSILON)
+    _step(
+        R,
+        R_average,
+        R_square,
+        across,
+        valid,
+        value_r,
+        m_r,
+        v_r,
+        gradient_r,
+        size,
+        root,
+        frozen,
+        late_failure,
+        BETA1,
+        BETA2,
+        EPSILON,
+    )
 
 
 @triton.jit
 def _single_kernel(
-    W, average, square, number, a, b, addend, scale, factor, rate, frozen, failed, examples, features, count, stride,
+    W, average, square, number, a, b, addend, scale, factor, rate, frozen, late_failure, examples, features, count, stride,
     TRANSPOSED: tl.constexpr, BETA1: tl.constexpr, BETA2: tl.constexpr, LOG1: tl.constexpr, LOG2: tl.constexpr,
     EPSILON: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr,
     SUMS: tl.constexpr, ROUNDS: tl.constexpr, PRECISION: tl.constexpr,
@@ -257,14 +276,24 @@ def _single_kernel(
     else:
         gradient = term
     size, root = _corrections(number, rate, LOG1, LOG2)
-    _step(W, average, square, at, inside, value, m, v, gradient, size, root, frozen, failed, BETA1, BETA2, EPSILON)
+    _step(W, average, square, at, inside, value, m, v, gradient, size, root, frozen, late_failure, BETA1, BETA2, EPSILON)
 
 
 @triton.jit
 def _begin_update_kernel(
-    failed, late, lost, frozen, step, loss, gradients, sizes, ADVANCE: tl.constexpr, LOOK: tl.constexpr, BLOCK: tl.constexpr
+    failed,
+    late_failure,
+    lost,
+    frozen,
+    step,
+    loss,
+    gradients,
+    sizes,
+    ADVANCE: tl.constexpr,
+    LOOK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    before, after = tl.load(failed), tl.load(late)
+    before, after = tl.load(failed), tl.load(late_failure)
     number = tl.load(step) - tl.where((after > 0) & (before == 0), 1.0, 0.0)
     failure = tl.maximum(before, after)
     if LOOK:
@@ -281,7 +310,7 @@ def _begin_update_kernel(
     if ADVANCE:
         number += 1 - stop
     tl.store(failed, failure)
-    tl.store(late, 0.0)
+    tl.store(late_failure, 0.0)
     tl.store(frozen, stop)
     tl.store(step, number)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from selfnorm.kernels.dispatch import usable
 from selfnorm.linalg.iterations import transposed
-from selfnorm.runtime.gradients import AdamArguments, Moments
+from selfnorm.runtime.collector import AdamArguments, Moments
 
 
 @dataclass(frozen=True)

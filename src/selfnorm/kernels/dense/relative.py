@@ -19,7 +19,7 @@ from torch import Tensor
 from selfnorm.kernels.dense.factored import SingleGradient
 from selfnorm.kernels.dense.products import affine, times
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
-from selfnorm.runtime.step import StepContext
+from selfnorm.runtime.context import StepContext
 
 COLUMNS_PER_PROGRAM = 32  # 128 bytes of each row
 
@@ -39,7 +39,7 @@ class FusedRelativeLinear(torch.autograd.Function):
         if b is None or not ctx.needs_input_grad[2]:
             u = None
         else:
-            with step.beside():  # only the backward pass needs u
+            with step.on_side_stream():  # only the backward pass needs u
                 bias_weights(z, b, out=u)
         ctx.save_for_backward(z, W, b, u)
         ctx.collector, ctx.weight = step.collector_for(W), W

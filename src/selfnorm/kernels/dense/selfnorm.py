@@ -10,7 +10,7 @@ from torch import Tensor
 from selfnorm.kernels.dense.factored import PairGradient
 from selfnorm.kernels.dense.products import affine, pull_back, reconstruct
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
-from selfnorm.runtime.step import StepContext
+from selfnorm.runtime.context import StepContext
 
 
 class FusedSelfNormLinear(torch.autograd.Function):
@@ -23,7 +23,7 @@ class FusedSelfNormLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, W: Tensor, R: Tensor, b: Tensor | None, step: StepContext) -> tuple[Tensor, Tensor, Tensor]:
         log_det = x.new_empty(x.shape[0])
         z, out = affine(x, W, b, zeros=log_det)
-        with step.beside(z, x):  # the next layer needs only `out`
+        with step.on_side_stream(z, x):  # the next layer needs only `out`
             error, squares = reconstruct(z, R, x)
         ctx.save_for_backward(x, z, error, W, R)
         ctx.collector, ctx.weights, ctx.has_bias = step.collector_for(W, R), (W, R), b is not None

@@ -25,8 +25,8 @@ from selfnorm.kernels.dense.factored import SingleGradient
 from selfnorm.kernels.dense.products import affine, times
 from selfnorm.kernels.dense.relative import bias_gradient
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
+from selfnorm.runtime.context import StepContext
 from selfnorm.runtime.precision import summed_in_float32
-from selfnorm.runtime.step import StepContext
 
 PROGRAMS = 256  # for a pass over a matrix: enough to keep a large card busy, few enough to add up their partial sums
 

@@ -8,7 +8,7 @@ current while the step runs:
         step.join()
         value.backward()
 
-    current_step().beside(x)            # inside a layer
+    current_step().on_side_stream(x)            # inside a layer
 
 Without a surrounding step the defaults hold: everything runs on the current stream, and gradients go to `.grad`. The object is
 read in the forward pass only, except `kernel_devices`. It belongs to the process and not to a thread, because autograd runs
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from selfnorm.runtime.gradients import GradientCollector
+    from selfnorm.runtime.collector import GradientCollector
     from selfnorm.runtime.streams import Branches
 
 Precision = Literal["float32", "tf32", "bf16"]
@@ -50,13 +50,13 @@ class StepContext:
     observer: Callable[..., Any] | None = None
     kernel_devices: tuple[str, ...] = ("cuda",)
 
-    def beside(self, *reads: Tensor, recorded: bool = False) -> AbstractContextManager[Any]:
+    def on_side_stream(self, *reads: Tensor, recorded: bool = False) -> AbstractContextManager[Any]:
         """A block that runs on another stream, if the step has any; `join` before you use its results.
 
         reads:     tensors that the block reads; they are kept alive until `join`.
         recorded:  whether autograd records what the block does.
         """
-        return nullcontext() if self.branches is None else self.branches.beside(reads, recorded)
+        return nullcontext() if self.branches is None else self.branches.on_side_stream(reads, recorded)
 
     def join(self) -> None:
         """Makes the current stream wait for all work that was done beside it."""

@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from selfnorm.runtime.step import step_context
+from selfnorm.runtime.context import step_context
 
 
 class Moments(NamedTuple):
@@ -35,17 +35,17 @@ class Moments(NamedTuple):
 
 
 class AdamArguments(NamedTuple):
-    """What one of Adam's updates takes, beside gradient and moments. The tensors are float32 scalars on the device.
+    """What an update of Adam takes besides gradient and moments. The tensors are float32 scalars on the device.
 
-    rate:    the learning rate.
-    frozen:  the update changes nothing unless this is 0.
-    failed:  set to 1 if a gradient or its square is not finite; such elements keep their value. It must be another tensor than
-             `frozen`: with the same one, the other elements would depend on timing.
+    rate:          the learning rate.
+    frozen:        the update changes nothing unless this is 0.
+    late_failure:  set to 1 if a gradient or its square is not finite; such elements keep their value. It must be another tensor
+                   than `frozen`: with the same one, the other elements would depend on timing.
     """
 
     rate: Tensor
     frozen: Tensor
-    failed: Tensor
+    late_failure: Tensor
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
 
