@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from selfnorm.bijection import Chain, located
 from selfnorm.flow import Flow, StandardNormal
 from selfnorm.kernels.dispatch import usable
-from selfnorm.linalg.learned import LearnedInverse
+from selfnorm.linalg.learned import LearnedInverse, is_learned_inverse
 from selfnorm.linalg.neumann import draw_terms, expect_finite_variance, expect_probability, neumann_tail, spectral_radius
 from selfnorm.linalg.polish import expect_polish, expect_tap_mean, polish_inverse
 from selfnorm.penalties import GECO, MDMM, Fixed, Penalty
@@ -78,7 +78,7 @@ class Loss(nn.Module):
         self.debias, self.debias_keep = count("Loss", "debias", debias) if debias else 0, expect_probability("Loss", debias_keep)
         self.symmetric = symmetric
         for name, layer in zip(flow.reconstruction_names, self._layers(), strict=True):
-            if not isinstance(layer, LearnedInverse):
+            if not is_learned_inverse(layer):
                 raise ValueError(
                     f"Loss: expected layer {name} to be a `linalg.learned.LearnedInverse`, since it has a reconstruction, "
                     f"got {type(layer).__name__}"

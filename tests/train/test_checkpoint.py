@@ -307,7 +307,7 @@ def test_a_missing_folder_is_named(trained, tmp_path):
 def test_a_checkpoint_without_an_epochs_metrics_can_be_resumed(tmp_path):
     """The first versions stored sums instead; then the means of that one epoch cover only the remaining steps."""
     trainer = started()
-    checkpoint = trainer._capture()
+    checkpoint = trainer._make_checkpoint()
     older = replace(checkpoint, tensors={name: value for name, value in checkpoint.tensors.items() if "epoch." not in name})
     save_checkpoint(tmp_path / "old.safetensors", older)
     again = started()

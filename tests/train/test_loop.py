@@ -179,7 +179,7 @@ def test_training_on_does_not_change_the_best_checkpoint():
     trainer = started("on_divergence=rollback")
     for index in range(3):
         trainer._step(0, index, 1e-3)
-    trainer._best = trainer._capture()
+    trainer._best = trainer._make_checkpoint()
     before = {name: value.clone() for name, value in trainer._best.tensors.items()}
     trainer._restore(trainer._best)
     for index in range(3):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor
 
 from selfnorm.linalg.convmatrix import Geometry
 
 
-@runtime_checkable
 class LearnedInverse(Protocol):
     """A linear map W with a learned inverse R, on examples of `example_shape`."""
 
@@ -39,3 +38,10 @@ class LearnedKernel(LearnedInverse, Protocol):
 
     geometry: Geometry
     inverse_kernel_size: tuple[int, int]
+
+
+def is_learned_inverse(layer: Any) -> TypeGuard[LearnedInverse]:
+    """Whether a layer has what a `LearnedInverse` has."""
+    # Not isinstance: from Python 3.12 on, that does not see the parameters of a module.
+    methods = ("check_input", "apply_weight", "apply_inverse", "inverse_of", "reconstruction", "matrices")
+    return all(hasattr(layer, name) for name in ("weight", "weight_inv", "example_shape", *methods))
