@@ -1,4 +1,4 @@
-"""Penalties: what reconstruction errors cost, and the rules that set their weight λ.
+"""Penalties: the cost of reconstruction errors, and the rules that set their weight λ.
 
 A layer's reconstruction error ‖RWh − h‖² keeps its learned inverse R close to W⁻¹. Its weight in the loss is fixed, as in most of
 the paper (`Fixed`), or a Lagrange multiplier for each layer that grows while the layer misses a tolerance and shrinks once the
@@ -45,7 +45,7 @@ class Penalty(nn.Module):
     def after_step(self, error: Tensor) -> None:
         """Moves the multipliers, given the errors of the step that was taken.
 
-        Must not wait for the device. An error is NaN if its step failed or changed no weight: leave its multiplier as it is.
+        Must not wait for the device. An error is NaN if its step failed or changed no weight: leave its multiplier unchanged.
         """
 
     @torch.no_grad()
@@ -116,7 +116,7 @@ class GECO(Penalty):
 
     @torch.no_grad()
     def after_step(self, error: Tensor) -> None:
-        known = torch.isfinite(error)  # a step that failed moves nothing
+        known = torch.isfinite(error)  # a failed step changes nothing
         self.average.copy_(torch.where(known, self._averaged(error - self.tolerance), self.average))
         self.started.fill_(True)
         # An error of thousands must not carry λ past every bound in one step, nor exp() past infinity.
@@ -133,7 +133,7 @@ class GECO(Penalty):
 class MDMM(Penalty):
     """Σ λC + (c/2)·max(C, 0)², C as in `GECO`: the modified differential method of multipliers (Platt & Barr, 1987).
 
-    λ ← max(0, λ + η·C) is gradient ascent; the quadratic term, on the violated side alone, damps the chase.
+    λ ← max(0, λ + η·C) is gradient ascent; the quadratic term, on the violated side only, damps the oscillation.
     """
 
     @accepts_old_names(weight="reconstruction_weight")
@@ -154,7 +154,7 @@ class MDMM(Penalty):
         moved = (self.reconstruction_weight + self.rate * (error - self.tolerance)).clamp(min=0)
         self.reconstruction_weight.copy_(
             torch.where(torch.isfinite(moved), moved, self.reconstruction_weight)
-        )  # a step that failed moves nothing
+        )  # a failed step changes nothing
 
 
 def _positive(who: str, name: str, value: float, *, zero: bool = False) -> float:

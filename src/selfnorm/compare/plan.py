@@ -1,4 +1,4 @@
-"""Which runs a comparison consists of, and the checks made before any of them trains."""
+"""Lists the runs of a comparison, and checks them before any of them trains."""
 
 from __future__ import annotations
 

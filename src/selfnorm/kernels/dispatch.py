@@ -17,7 +17,7 @@ from selfnorm.runtime.precision import products_in_tf32
 
 @contextmanager
 def used_on(*devices: str) -> Iterator[None]:
-    """A block in which kernels run on these device types only. With none, everything is plain PyTorch, as tests compare with.
+    """Context manager that lets kernels run on these device types only. With none, everything is plain PyTorch, for comparison.
 
     On the CPU, kernels run if Triton was imported with TRITON_INTERPRET=1 set: step by step, in Python, for tests.
     """
