@@ -92,7 +92,7 @@ def test_damaged_training_scores_are_named(table, tmp_path, content):
 
 
 def test_each_checkpoint_is_compared_with_its_own_training_scores(table, tmp_path):
-    """About half of the training rows are less likely than the median one, whatever the weights."""
+    """About half of the training rows are less likely than the median one, for any weights."""
     run, _ = table
     last = read_checkpoint(run / "last.safetensors")
     # Weights that make everything far less likely than the best ones do, as those of another epoch may.

@@ -57,7 +57,7 @@ def check(layer, x, grad_z, grad_log_det, slack=3e-6):
         (3, (70,), 2),
         (20, (9,), 3),
         (9, (5,), 16),
-        (270, (1,), 3),  # several programs an element backward, several examples a program forward
+        (270, (1,), 3),  # several programs per element backward, several examples per program forward
     ],
 )
 def test_values_and_gradients(device, examples, shape, bins):
@@ -219,7 +219,7 @@ def test_inverse_at_knots_in_tails_and_of_any_stride(device):
 
 @torch.no_grad()
 def test_inverse_by_broken_parameters_is_nan(device):
-    """Samples are checked for it, and must not look well."""
+    """Samples are checked for NaN, which must not be hidden."""
     for name in ("widths", "heights", "slopes"):
         layer = spline(device, (3,), 5)
         getattr(layer, name)[1] = torch.nan
