@@ -79,7 +79,7 @@ class Flow(nn.Module):
 
     @property
     def reconstruction_names(self) -> tuple[str, ...]:
-        """Where in `bijection` each column of `surrogate(x).reconstruction` comes from."""
+        """The path in `bijection` of the layer behind each column of `surrogate(x).reconstruction`."""
         return self.bijection.reconstruction_names
 
     @property

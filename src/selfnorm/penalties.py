@@ -73,8 +73,8 @@ class Fixed(Penalty):
 class GECO(Penalty):
     """Σ λ·C with C = ‖RWh − h‖²/D − κ for each layer, λ ← λ·exp(η·C̄), C̄ a moving average (Rezende & Viola, 2018).
 
-    tolerance κ is an error per dimension; λ multiplies that too, so it is about D times a fixed λ. λ falls again once κ is met,
-    within `bounds`. The loss shows λ·C̄ and has the gradient of λ·C. Keller et al. (2021, table 5)
+    The tolerance κ and the error that λ multiplies are per dimension, so λ is about D times a fixed λ. It falls again once κ is
+    met, within `bounds`. The loss shows λ·C̄ and has the gradient of λ·C. Keller et al. (2021, table 5)
     used it without a tolerance: λ could only grow.
 
     Buffers besides reconstruction_weight: average (K,), C̄; started, whether it has seen a first value.
@@ -119,7 +119,7 @@ class GECO(Penalty):
         known = torch.isfinite(error)  # a failed step changes nothing
         self.average.copy_(torch.where(known, self._averaged(error - self.tolerance), self.average))
         self.started.fill_(True)
-        # An error of thousands must not carry λ past every bound in one step, nor exp() past infinity.
+        # An error of thousands must not move λ past its bounds in one step, nor make exp() overflow.
         factor = (self.rate * self.average).clamp(max=1.0).exp()
         self.reconstruction_weight.copy_(
             torch.where(known, (self.reconstruction_weight * factor).clamp(*self.bounds), self.reconstruction_weight)

@@ -251,5 +251,5 @@ def test_curves_know_whether_the_training_loss_is_a_likelihood(tmp_path, monkeyp
 
 
 def test_a_twin_has_the_same_map():
-    for recipe, said in (("digits-conv-emerging", "whose map no exact layer has"), ("digits-fc-exact", "an exact twin itself")):
+    for recipe, said in (("digits-conv-emerging", "which has no exact twin"), ("digits-fc-exact", "an exact twin itself")):
         assert said in fails("train", recipe, "--twin", "--set", "epochs=1")

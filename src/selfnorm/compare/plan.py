@@ -91,7 +91,7 @@ def _expect_same_batches(recipes: Sequence[Recipe]) -> None:
 
 
 def _expect_usable(run: PlannedRun) -> None:
-    """The run's folder is new, empty, or holds this very run, and no other process is training it."""
+    """The run's folder is new, empty, or holds this run, and no other process is training it."""
     folder = RunFolder(run.path)
     if folder.recipe.exists():
         stored = folder.read_recipe()

@@ -67,5 +67,5 @@ def allows_tf32() -> bool:
 
 
 def input_precision() -> str:
-    """How kernels round the factors of their products, in Triton's terms."""
+    """The rounding of factors in the products of kernels, by Triton's name."""
     return "tf32" if allows_tf32() else "ieee"

@@ -24,8 +24,8 @@ class LinearMap(Bijection):
     The first exact call after a change of the weight factorises W in float64, O(m³) for each block of m rows; each later one
     costs a comparison with a copy of the weight. The factors for `inverse` are kept in eval mode only.
 
-    How W is trained is up to the subclass. `surrogate` is the same for all of them: it asks for `_fused(x)`, the surrogate by
-    kernels, and where that is None for `_plain(x)`, the same in plain PyTorch.
+    The subclass decides how W is trained. `surrogate` is the same for all of them: it returns `_fused(x)`, the surrogate by
+    kernels, or if that is None `_plain(x)`, the same in plain PyTorch.
     """
 
     # One example's shape in the last batch that `surrogate` saw. Not state: a convolution takes images of any size.
@@ -51,7 +51,7 @@ class LinearMap(Bijection):
         raise NotImplementedError
 
     def form(self, x: Tensor) -> BlockForm:
-        """How W splits into blocks for examples of x's shape."""
+        """The block form of W for examples of x's shape."""
         raise NotImplementedError
 
     def apply_weight(self, x: Tensor, weight: Tensor | None = None) -> Tensor:

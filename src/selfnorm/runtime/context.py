@@ -64,7 +64,7 @@ class StepContext:
             self.branches.join()
 
     def collector_for(self, *weights: Tensor) -> GradientCollector | None:
-        """Where a layer leaves its gradients for these weights; None if it returns them to autograd."""
+        """The collector for a layer's gradients for these weights; None if the layer returns them to autograd."""
         trained = all(isinstance(weight, nn.Parameter) and weight.requires_grad for weight in weights)
         return self.collector if trained else None
 

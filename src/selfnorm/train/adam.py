@@ -60,7 +60,7 @@ def moments_of(optimizer: torch.optim.Adam, parameter: Tensor) -> Moments:
 
 
 def steps_taken(optimizer: torch.optim.Adam) -> int:
-    """How many updates changed the weights, by Adam's own count."""
+    """The number of updates that changed the weights, by Adam's own count."""
     return max((int(state["step"]) for state in optimizer.state.values()), default=0)
 
 

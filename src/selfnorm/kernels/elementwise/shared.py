@@ -18,7 +18,7 @@ ENOUGH_PROGRAMS = 132
 
 
 class RowTiles(NamedTuple):
-    """How a map of (N, E) is divided: each program takes `rows` examples and `steps` times `columns` of the elements."""
+    """Division of a map of (N, E): each program takes `rows` examples and `steps` times `columns` of the elements."""
 
     rows: int
     columns: int
