@@ -115,7 +115,7 @@ def main() -> None:
             "relative to the norm of the exact gradient, squared for the variance, which is accurate to about 5 %. q is the "
             f"probability of one more term. A product is one with W or R: {64**2:,} multiply–adds for the linear layer, at "
             f"most {9 * 4**2 * 8**2:,} for the convolution. "
-            "Variance × products compares values of q at equal work. The last column is the number of probes from which on a "
+            "Variance × products compares values of q at equal work. The last column is the least number of probes for which a "
             "single debiased gradient has a mean squared error no larger than Rᵀ alone; averaged over the steps of an optimiser, "
             "fewer per step are enough."
         ),

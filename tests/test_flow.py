@@ -190,7 +190,7 @@ def test_sample_and_log_prob_is_differentiable():
 
 
 class Wide(torch.nn.Module):
-    """A base of the user's own, with a parameter."""
+    """A user-defined base, with a parameter."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The builders: the paper's architectures, traced whole, without a wait on the device."""
+"""The builders: the paper's architectures, traced whole, without waiting for the device."""
 
 import pytest
 import torch

@@ -14,7 +14,7 @@ from selfnorm.runtime.context import current_step
 
 
 class Surrogate(NamedTuple):
-    """What training uses of a layer: the right gradient, without a determinant.
+    """A layer's result for training: the right gradient, without a determinant.
 
     z:               the layer's output.
     log_det:         (N,) its *gradient* is the method's estimate of the log-determinant's gradient. Its value is not a
@@ -33,12 +33,12 @@ class Surrogate(NamedTuple):
 
 
 class InverseTracker(Protocol):
-    """What the training loop needs of a layer whose inverse R follows W after each step; see `layers.tracked`.
+    """Interface, for the training loop, of a layer whose inverse R follows W after each step; see `layers.tracked`.
 
-    residual:          ‖I − RW‖ as the last `after_step` found it, a scalar on the device.
-    largest_residual:  the residual from which on R counts as lost.
+    residual:          ‖I − RW‖ as measured by the last `after_step`, a scalar on the device.
+    largest_residual:  the residual at which R counts as lost.
     fallbacks:         how often R had to be factorised again.
-    reads_inverse_late:  whether a training step reads R in its update only, so that R may follow W during the next
+    reads_inverse_late:  whether a training step reads R only in its update, so that R may follow W during the next
                          forward and backward pass.
     """
 
@@ -52,7 +52,7 @@ class InverseTracker(Protocol):
     def reads_inverse_late(self) -> bool: ...
 
     def write_residual_to(self, entry: Tensor) -> None:
-        """Makes the scalar `entry` the place of `residual`, so that one tensor holds those of several layers."""
+        """Stores `residual` in the scalar `entry` from now on, so that one tensor can hold those of several layers."""
         ...
 
     def track(self, *, generator: torch.Generator | None = None) -> None:
@@ -87,8 +87,8 @@ class Bijection(nn.Module):
 
     Layers inside a layer are called as `layer(x)`, so that hooks see them.
 
-    Keep all state in parameters and buffers, hard-code neither device nor dtype, and raise a `ValueError` that says who,
-    expected what, and got what. `context` conditions the layers that are built for one; the others ignore it. Add the layer
+    Keep all state in parameters and buffers, hard-code neither device nor dtype, and raise a `ValueError` that says who
+    expected what, and what it got. `context` conditions the layers that are built for one; the others ignore it. Add the layer
     to the registry in `tests/support/registry.py`, and it is tested like every other.
     """
 
@@ -132,7 +132,7 @@ class Bijection(nn.Module):
         """Sets data-dependent state from a first batch; a layer that has been initialised keeps its state."""
 
     def after_step(self, *, generator: torch.Generator | None = None) -> None:
-        """Updates what the layer updates after each optimiser step. Unlike `surrogate`, it may wait for the device.
+        """Hook that runs after each optimiser step. Unlike `surrogate`, it may wait for the device.
 
         generator: on the layer's device, for random draws.
         """

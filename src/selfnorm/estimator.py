@@ -113,7 +113,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
             best = trainer.run()
         except DivergedError:
             best = trainer.best()
-            if best.progress["best_nll"] is None:  # not even one validation
+            if best.progress["best_nll"] is None:  # there was no validation
                 raise
             warnings.warn(
                 f"SelfNormDensity: training diverged, so the weights after {best.progress['step']} steps are kept; try a "

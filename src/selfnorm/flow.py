@@ -79,7 +79,7 @@ class Flow(nn.Module):
 
     @property
     def reconstruction_names(self) -> tuple[str, ...]:
-        """Where in `bijection` each column of `surrogate(x).reconstruction` comes from."""
+        """The path in `bijection` of the layer behind each column of `surrogate(x).reconstruction`."""
         return self.bijection.reconstruction_names
 
     @property
@@ -106,7 +106,7 @@ class Flow(nn.Module):
         return log_prob
 
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
-        """What training differentiates: `log_det` includes the base's log-density. It has the right gradient but is no
+        """The training surrogate: `log_det` includes the base's log-density. It has the right gradient but is not a
         likelihood.
 
         loss = −log_det.mean() + λ·reconstruction.sum(1).mean()
@@ -167,7 +167,7 @@ class Flow(nn.Module):
         *,
         context: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """n draws of x, and log p(x) of each, (n,): the exact density at that very x, however it was drawn. Differentiable."""
+        """n draws of x, and log p(x) of each, (n,): the exact density at that x, for any kind of inverse. Differentiable."""
         x = self.decode(self._draw(n, generator), inverse, context=context)
         return x, self.log_prob(x, context=context)
 
@@ -178,7 +178,7 @@ class Flow(nn.Module):
         self.bijection.initialize(x, context=context)
 
     def after_step(self, *, generator: torch.Generator | None = None) -> None:
-        """Call after each optimiser step; `generator`, on the flow's device, is for layers that draw at random then."""
+        """Call after each optimiser step; `generator`, on the flow's device, is for layers that draw random numbers then."""
         self.bijection.after_step(generator=generator)
 
     def _layers(self) -> dict[str, Bijection]:

@@ -1,4 +1,4 @@
-"""`Loss`, what training minimises: the mean surrogate NLL, plus the penalty for reconstruction errors (`selfnorm.penalties`)."""
+"""`Loss`, the training objective: the mean surrogate NLL, plus the penalty for reconstruction errors (`selfnorm.penalties`)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ VARIANCE_CHECK = 100  # steps between two checks that debiasing has a finite var
 
 
 class Metrics(NamedTuple):
-    """The figures of a step, on the device and without gradient. Those of several steps are stacked, a row for each.
+    """The figures of a step, on the device and without gradient. Those of several steps are stacked, one row per step.
 
     surrogate:       mean of −`Surrogate.log_det`; not a likelihood.
-    reconstruction:  (K,) mean squared error ‖RWh − h‖²/D of each self-normalizing layer, probes added; if symmetric, half of it
-                     with half of ‖WRz − z‖²/D.
+    reconstruction:  (K,) mean squared error ‖RWh − h‖²/D of each self-normalizing layer, with probes; if symmetric, half of it
+                     plus half of ‖WRz − z‖²/D.
     """
 
     surrogate: Tensor
@@ -106,7 +106,7 @@ class Loss(nn.Module):
         """The loss of the rest of the flow after `Flow.split_front`: it lacks the front's log-determinant."""
         expect_batch(self, x)
         if len(x) == 0:
-            raise ValueError("Loss: expected at least one example, got none; there is no mean over nothing")
+            raise ValueError("Loss: expected at least one example, got none")
         with step_context(symmetric=True) if self.symmetric else nullcontext():
             if self._fits_kernel(flow, x):
                 return self._by_kernel(flow, x, context)
@@ -139,7 +139,7 @@ class Loss(nn.Module):
 
     @property
     def draws(self) -> bool:
-        """Whether the loss or a layer draws random numbers, and so has a use for a generator."""
+        """Whether the loss or a layer draws random numbers, and so needs a generator."""
         return bool(self.probes or self.debias) or self.polish == "low-rank" or self.flow.draws_after_step
 
     def after_step(self, metrics: Metrics, *, generator: torch.Generator | None = None) -> None:
@@ -176,7 +176,7 @@ class Loss(nn.Module):
         return [self.flow.bijection.get_submodule(name) for name in self.flow.reconstruction_names]  # type: ignore[misc]
 
     def _dimensions_of(self, layers: list[LearnedInverse], x: Tensor) -> Tensor:
-        # Made only when a shape changed: a copy from the host cannot be part of a captured step.
+        # Made only if a shape changed: a copy from the host cannot be part of a captured step.
         shapes = [layer.example_shape for layer in layers]
         if shapes != self._shapes or self._dimensions.device != x.device or self._dimensions.dtype != x.dtype:
             self._shapes, self._dimensions = shapes, x.new_tensor([math.prod(shape) for shape in shapes])

@@ -1,4 +1,4 @@
-"""Penalties: what reconstruction errors cost, and the rules that set their weight λ.
+"""Penalties: the cost of reconstruction errors, and the rules that set their weight λ.
 
 A layer's reconstruction error ‖RWh − h‖² keeps its learned inverse R close to W⁻¹. Its weight in the loss is fixed, as in most of
 the paper (`Fixed`), or a Lagrange multiplier for each layer that grows while the layer misses a tolerance and shrinks once the
@@ -45,7 +45,7 @@ class Penalty(nn.Module):
     def after_step(self, error: Tensor) -> None:
         """Moves the multipliers, given the errors of the step that was taken.
 
-        Must not wait for the device. An error is NaN if its step failed or changed no weight: leave its multiplier as it is.
+        Must not wait for the device. An error is NaN if its step failed or changed no weight: leave its multiplier unchanged.
         """
 
     @torch.no_grad()
@@ -73,8 +73,8 @@ class Fixed(Penalty):
 class GECO(Penalty):
     """Σ λ·C with C = ‖RWh − h‖²/D − κ for each layer, λ ← λ·exp(η·C̄), C̄ a moving average (Rezende & Viola, 2018).
 
-    tolerance κ is an error per dimension; λ multiplies that too, so it is about D times a fixed λ. λ falls again once κ is met,
-    within `bounds`. The loss shows λ·C̄ and has the gradient of λ·C. Keller et al. (2021, table 5)
+    The tolerance κ and the error that λ multiplies are per dimension, so λ is about D times a fixed λ. It falls again once κ is
+    met, within `bounds`. The loss shows λ·C̄ and has the gradient of λ·C. Keller et al. (2021, table 5)
     used it without a tolerance: λ could only grow.
 
     Buffers besides reconstruction_weight: average (K,), C̄; started, whether it has seen a first value.
@@ -116,10 +116,10 @@ class GECO(Penalty):
 
     @torch.no_grad()
     def after_step(self, error: Tensor) -> None:
-        known = torch.isfinite(error)  # a step that failed moves nothing
+        known = torch.isfinite(error)  # a failed step changes nothing
         self.average.copy_(torch.where(known, self._averaged(error - self.tolerance), self.average))
         self.started.fill_(True)
-        # An error of thousands must not carry λ past every bound in one step, nor exp() past infinity.
+        # An error of thousands must not move λ past its bounds in one step, nor make exp() overflow.
         factor = (self.rate * self.average).clamp(max=1.0).exp()
         self.reconstruction_weight.copy_(
             torch.where(known, (self.reconstruction_weight * factor).clamp(*self.bounds), self.reconstruction_weight)
@@ -133,7 +133,7 @@ class GECO(Penalty):
 class MDMM(Penalty):
     """Σ λC + (c/2)·max(C, 0)², C as in `GECO`: the modified differential method of multipliers (Platt & Barr, 1987).
 
-    λ ← max(0, λ + η·C) is gradient ascent; the quadratic term, on the violated side alone, damps the chase.
+    λ ← max(0, λ + η·C) is gradient ascent; the quadratic term, on the violated side only, damps the oscillation.
     """
 
     @accepts_old_names(weight="reconstruction_weight")
@@ -154,7 +154,7 @@ class MDMM(Penalty):
         moved = (self.reconstruction_weight + self.rate * (error - self.tolerance)).clamp(min=0)
         self.reconstruction_weight.copy_(
             torch.where(torch.isfinite(moved), moved, self.reconstruction_weight)
-        )  # a step that failed moves nothing
+        )  # a failed step changes nothing
 
 
 def _positive(who: str, name: str, value: float, *, zero: bool = False) -> float:

@@ -151,7 +151,7 @@ def test_an_image_folder(tmp_path):
     picture(tmp_path / "deeper" / "c.bmp", value=3)
     picture(tmp_path / "z.webp", "RGBA", value=255)
     picture(tmp_path / ".hidden" / "d.png", size=(9, 9))
-    (tmp_path / "._b.png").write_bytes(b"what some systems leave beside an image")
+    (tmp_path / "._b.png").write_bytes(b"what some systems leave next to an image")
     (tmp_path / "notes.txt").write_text("no image")
     examples, columns = read_examples(tmp_path)
     assert examples.dtype == torch.uint8

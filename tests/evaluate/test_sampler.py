@@ -1,4 +1,4 @@
-"""A Sampler draws the samples of Flow.sample, whatever happens to the weights after its graph was captured."""
+"""A Sampler draws the samples of Flow.sample, even if the weights change after its graph was captured."""
 
 import contextlib
 import copy

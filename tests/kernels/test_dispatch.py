@@ -10,7 +10,7 @@ from selfnorm.kernels.dispatch import usable, used_on
 
 
 class Marked(torch.Tensor):
-    """A tensor of a kind of its own."""
+    """A subclass of Tensor."""
 
 
 def single(device, *shape):

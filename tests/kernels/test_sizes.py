@@ -1,4 +1,4 @@
-"""Layers by kernels at round sizes and at random ones, against float64: compilers treat powers of 2 in ways of their own."""
+"""Layers by kernels at round sizes and at random ones, against float64: compilers treat powers of 2 specially."""
 
 import copy
 import random
@@ -70,7 +70,7 @@ if torch.cuda.is_available():  # step by step in Python these would take minutes
 
 
 def drawn_image(draw):
-    """Any size, and powers of 2 as often as others."""
+    """Any size; powers of 2 as often as others."""
     while True:
         channels, height, width = (draw.choice([draw.randint(1, most), 2 ** draw.randint(0, 5)]) for most in (32, 18, 18))
         if channels > 1 and channels * height * width <= (1024 if LARGE else 40):
@@ -147,7 +147,7 @@ def expect_float64(name, make, shape, products, device, launches):
             found.append(layer.approx_inverse(x))
     assert launches or (name == "ExactLinear" and shape[1] > SMALL_BLOCK)  # whose determinants are a library's
     found, expected = ([value for value in values if value.numel()] for values in (found, expected))
-    # TF32 has errors of its own, of a part in a thousand; a tap in the wrong place would be seen in both.
+    # TF32 has errors of about 1e-3; a tap in the wrong place would be seen in both.
     agree(found, expected, tolerance=1e-4 if products == "float32" else 5e-2)
 
 

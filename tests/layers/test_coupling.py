@@ -101,7 +101,7 @@ def decided(layer):
     with torch.no_grad():
         for parameter in (*first.parameters(), *second.parameters()):
             parameter.copy_(torch.randn_like(parameter).round())
-        for bias in (first.bias, second.bias):  # lest all be closed where there are few
+        for bias in (first.bias, second.bias):  # so that few ReLUs are not all closed
             bias.abs_().add_(1)
         affine.last.weight.div_(9 * affine.hidden)
         for parameter in layer.parameters():  # Triton's interpreter rounds to bfloat16 towards zero: let there be little to round
@@ -240,7 +240,7 @@ def test_the_fused_coupling_starts_as_the_identity(device, kernels):
 def test_a_fused_surrogate_has_no_second_derivative(device, kernels):
     layer, x = shaken(AffineCoupling(4, hidden=8)).float().to(device), torch.randn(2, 4, 3, 3).float().to(device)
     z, log_det, _ = layer.surrogate(x.requires_grad_())
-    with pytest.raises(RuntimeError, match="no derivative of its own"):
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         torch.autograd.grad(z.sum() + log_det.sum(), x, create_graph=True)
 
 

@@ -135,7 +135,7 @@ def test_actnorm_takes_a_constant_channel():
 
 
 def test_actnorm_needs_two_values():
-    with pytest.raises(ValueError, match=r"ActNorm\(2\): expected at least 2 values a channel to initialise from, got 1"):
+    with pytest.raises(ValueError, match=r"ActNorm\(2\): expected 2 or more values per channel to initialise from, got 1"):
         ActNorm(2).initialize(torch.randn(1, 2))
 
 

@@ -55,7 +55,7 @@ def matrix(layer, size):
 
 
 def substitute(z, w):
-    """T(w)⁻¹z for an unmirrored kernel, one pixel after another from the last, without a thought for speed."""
+    """T(w)⁻¹z for an unmirrored kernel, one pixel after another from the last, without regard for speed."""
     _, _, height, width = z.shape
     rows, columns = w.shape[2] // 2, w.shape[3] // 2
     centre, rest = w[:, :, rows, columns], w.clone()

@@ -39,7 +39,7 @@ def oracle_log_det(layer, x):
 
 
 def assert_exact(layer, x):
-    """log_det and inverse are those of the weight as it is now."""
+    """log_det and inverse are those of the current weight."""
     z, log_det = layer(x)
     expected = oracle_log_det(layer, x)
     tolerance = 1e-9 if x.dtype == torch.float64 else 1e-4
@@ -202,7 +202,7 @@ def test_the_exact_path_gives_the_weight_its_gradient(layer_and_x):
 
 @pytest.mark.parametrize("method", ["forward", "inverse"])
 def test_second_derivatives_of_the_exact_path(layer_and_x, method):
-    """A gradient penalty, say: its own gradient agrees with finite differences."""
+    """As for a gradient penalty: its gradient agrees with finite differences."""
     layer, x = layer_and_x
 
     def penalty(create_graph):
@@ -292,7 +292,7 @@ def test_singular_weights_are_named(layer_and_x):
 
 @pytest.mark.parametrize("channels", [1, 2])
 def test_circular_convolutions_that_kill_a_frequency_are_singular(channels):
-    """A box blur of 3 on an axis of 6 has zeros in its spectrum; each is a block of its own, and rounding hides it."""
+    """A box blur of 3 on an axis of 6 has zeros in its spectrum; each is a separate block, and rounding hides it."""
     layer = ExactConv2d(channels, (1, 3), padding_mode="circular", groups=channels)
     torch.nn.init.constant_(layer.weight, 1 / 3)
     with pytest.raises(SingularWeightError, match="expected an invertible weight"):

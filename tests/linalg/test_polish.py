@@ -1,4 +1,4 @@
-"""Each polish against what it promises, on layers whose inverse has gone astray."""
+"""Each polish against what it promises, on layers whose inverse is inaccurate."""
 
 import copy
 import math
@@ -61,7 +61,7 @@ def test_newton_schulz_leaves_alone_what_it_would_make_worse():
 
 
 def left_by_low_rank(condition, sizes, rows=200):
-    """What part of an error with such singular values a low-rank polish leaves, for a weight with such a condition number."""
+    """The part of an error with these singular values that a low-rank polish leaves, for a weight with this condition number."""
 
     def orthonormal(columns):
         return torch.linalg.qr(torch.randn(rows, columns)).Q
@@ -141,7 +141,7 @@ def test_low_rank_mends_an_error_in_a_few_directions_at_once(make):
 
 
 def test_low_rank_mends_what_an_ill_conditioned_weight_let_drift():
-    """The error sits where W is smallest, as data that hardly varies there leaves it; D is far above what is mended at once."""
+    """The error is where W is smallest, as data that hardly varies there leaves it; D is far above the number of directions."""
     layer, rows = SelfNormLinear(200), 200
     U, V = (torch.linalg.qr(torch.randn(rows, rows)).Q for _ in range(2))
     with torch.no_grad():

@@ -23,7 +23,7 @@ def shrink_mnist(monkeypatch):
 
 
 def shrink_cifar10(monkeypatch):
-    """Shrinks CIFAR-10 to 2 records a file, whose first pixel identifies file and record; returns the files."""
+    """Shrinks CIFAR-10 to 2 records per file, whose first pixel identifies file and record; returns the files."""
     monkeypatch.setattr(cifar10, "IMAGES_PER_FILE", 2)
     files = {}
     for number, name in enumerate(cifar10.CIFAR10_CHECKSUMS):

@@ -1,4 +1,4 @@
-"""Several steps a call, as graphs on a GPU: the same numbers as the eager step's, and what the loop needs beside them."""
+"""Several steps per call, as graphs on a GPU: the same numbers as the eager step's, and what else the loop needs."""
 
 import copy
 import itertools
@@ -29,7 +29,7 @@ from support.small_runs import SMALL, assert_same_runs, digits, made, started
 
 
 def course(step, steps):
-    """The losses of so many steps, and the sums of their metrics."""
+    """The losses of this many steps, and the sums of their metrics."""
     losses, surrogate, errors, taken = [], 0.0, 0.0, 0
     per_epoch = step.batches.steps_per_epoch
     while taken < steps:
@@ -63,7 +63,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_the_losses_are_those_of_the_eager_step(device, case):
-    """Over 50 steps: through four epochs of 12 steps, whole blocks and ends of epochs that are none."""
+    """Over 50 steps: through four epochs of 12 steps, with whole blocks and partial ones at the end of epochs."""
     eager, captured = (made(kind, device, *case[1:], recipe=case[0]) for kind in (EagerStep, CapturedStep))
     expected, got = course(eager, 50), course(captured, 50)
     assert len(got[0]) == 50
@@ -92,7 +92,7 @@ def test_graphs_hold_as_many_steps_as_divide_a_block_and_few_modules():
 
 
 def test_any_steps_can_be_taken_again_from_the_middle_of_a_block(device):
-    """As after a resume: the noise is that of the step, wherever one starts."""
+    """As after a resume: the noise depends only on the step, not on where the run started."""
     step = made(CapturedStep, device, "probes=2")
     losses = []
     for start in (0, 3, 7, 11):
@@ -109,7 +109,7 @@ def test_any_steps_can_be_taken_again_from_the_middle_of_a_block(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_no_step_waits_for_the_device(case, never_waiting):
-    """Two epochs' worth, once the graphs are there: with a new block of batches, and every length of a call."""
+    """Two epochs, once the graphs are captured: with a new block of batches, and every length of a call."""
     step = made(CapturedStep, torch.device("cuda"), *case[1:], recipe=case[0])
     course(step, 3 * step.batches.steps_per_epoch)
     taken = 0
@@ -176,7 +176,7 @@ def test_a_failed_step_and_those_after_it_change_nothing(device, broken, kind, r
         handle.remove()
     for index in (2, 3):
         step(0, index, 1e-3)
-    assert step.failed, "the flag stays up, whatever became of the cause"
+    assert step.failed, "the flag stays raised, even without its cause"
     assert steps_taken(step.optimizer) == 1
     assert all(torch.equal(value, before[name]) for name, value in step.loss.named_parameters())
     after = [value for state in step.optimizer.state.values() for value in state.values()]
@@ -189,7 +189,7 @@ def test_nothing_moves_once_a_tracker_is_lost_until_it_is_settled(device, monkey
     for index in range(3):
         step(0, index, 1e-3)
     settle = type(layer).settle
-    monkeypatch.setattr(type(layer), "settle", lambda self: None)  # as in a graph, where nobody looks
+    monkeypatch.setattr(type(layer), "settle", lambda self: None)  # as in a graph, where nothing checks it
     with torch.no_grad():
         layer.weight_inv.mul_(3.0)
     sums = step(0, 3, 1e-3)
@@ -249,7 +249,7 @@ def test_the_exact_likelihood_follows_weights_that_a_graph_has_changed():
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["loss", "tracker"])
 def test_what_goes_wrong_inside_a_graph_is_found_at_the_end_of_the_epoch(kind):
-    """In the middle of an epoch, so that it is a replay that meets it."""
+    """In the middle of an epoch, so that a replay encounters it."""
     trainer = Trainer(digits(*SMALL, "kind=tracked", "on_divergence=stop"), load_dataset("digits"), device="cuda")
     trainer.start()
     done = []
@@ -325,7 +325,7 @@ def test_flags_and_counts_by_kernels(device):
 
 @pytest.mark.usefixtures("kernels")
 def test_trackers_are_waited_for_before_anything_reads_what_they_write(device, monkeypatch):
-    """Late as they may be: joined, and looked at, before flags are set and weights move."""
+    """Trackers may run late, but they are joined and checked before flags are set and weights change."""
     from selfnorm.kernels.dense import adam as kernels
 
     step, order = made(CapturedStep, device, recipe="digits-fc-tracked"), []

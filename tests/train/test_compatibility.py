@@ -96,7 +96,7 @@ def test_a_finished_run_is_finished(copied):
 
 
 def test_curves_show_lambda(tmp_path, monkeypatch):
-    """It varies in this run, so it has a panel of its own."""
+    """It varies in this run, so it has its own panel."""
     drawn = []
     monkeypatch.setattr(figures, "rendered", lambda figure: drawn.append(figure) or canvas.rendered(figure))
     figures.curves(tmp_path / "curves.png", RunFolder(BEFORE / "whole").read_log())

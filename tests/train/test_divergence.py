@@ -1,4 +1,4 @@
-"""Divergence: what counts as one, what is kept, where it is traced to, and going back."""
+"""Divergence: what counts as one, what is kept, where it is traced to, and rollbacks."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_rollbacks_end_after_three(tmp_path):
         start_run(digits("weight=1e-9", "epochs=400", "learning_rate=0.02", "on_divergence=rollback"), tmp_path / "run")
     assert sum(record["kind"] == "rollback" for record in RunFolder(tmp_path / "run").read_log()) == 3
     with pytest.raises(DivergedError, match="3 rollbacks did not help"):
-        resume_run(tmp_path / "run")  # which has not forgotten them
+        resume_run(tmp_path / "run")  # it still counts them
     assert read_checkpoint(tmp_path / "run" / "last.safetensors").progress["rollbacks"] == 3
 
 
@@ -73,7 +73,7 @@ def test_no_weight_changes_after_a_step_that_failed():
     moments = [value.clone() for state in trainer.optimizer.state.values() for value in state.values()]
     trainer._step(0, 1, 1e-3)
     assert trainer._step.failed
-    with torch.no_grad():  # even if the cause has gone: the flag stays up
+    with torch.no_grad():  # even without its cause, the flag stays raised
         trainer.flow.bijection[6].bias[3] = frozen["flow.bijection.6.bias"][3] = 0.0
     for index in (2, 3):
         trainer._step(0, index, 1e-3)
@@ -164,7 +164,7 @@ def test_a_stop_after_a_failed_step_does_not_save_it(tmp_path):
         ([100.0, 104.9], 1, 0),
         ([200.0, 209.0, 211.0], 2, 1),  # 5 % of 200 are more than 5 nats
         ([100.0, 106.0, 107.0], 2, 2),
-        ([100.0, 106.0, 101.0, 107.0], 3, 1),  # not running
+        ([100.0, 106.0, 101.0, 107.0], 3, 1),  # not consecutive
         ([100.0, 106.0, 99.0], 0, 0),
         ([-1000.0, -951.0], 1, 0),  # a negative NLL has its 5 % above it, too
         ([-1000.0, -949.0, -949.0], 2, 2),
@@ -198,7 +198,7 @@ def test_after_a_resume_the_last_good_checkpoint_is_one_that_was_validated(tmp_p
     trainer = Trainer(recipe, load_dataset("digits"), folder=RunFolder(tmp_path))
     trainer.start()
     trainer.folder.create(recipe)
-    trainer.total = 19 * 12  # as if it had been stopped there, in mid-interval
+    trainer.total = 19 * 12  # as if it had been stopped there, in the middle of an interval
     trainer.run()
     with pytest.raises(DivergedError):
         resume_run(tmp_path)

@@ -1,4 +1,4 @@
-"""Gradients that reach the optimiser in factors: the same steps as ever, and no weight stepped twice or not at all."""
+"""Gradients that reach the optimiser as factors: the same steps as without, and no weight updated twice or not at all."""
 
 import threading
 
@@ -182,7 +182,7 @@ def test_what_is_shared_becomes_an_ordinary_gradient(device, kernels, kind, how)
     other.zero_grad()
     with collected_gradients() as collected:
         run()
-    before = []  # what stood in .grad when `wait` was called, which is to come first
+    before = []  # whether .grad was None when `wait` was called, which must come first
     (record,) = collected.take(wait=lambda: before.append(layer.weight.grad is None))
     assert before == [how != "a gradient beside"]
     assert record.parameters[0] is other.weight and other.weight.grad is None

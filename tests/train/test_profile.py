@@ -34,7 +34,7 @@ def test_every_layer_is_there_with_both_ways(device, kind):
     ]
     assert sorted(piece.place for piece in pieces if not piece.kind) == sorted([*REST, "the batch"])
     assert all(piece.forward > 0 for piece in pieces)
-    # The first layer with a parameter needs no gradient of its input, so its way back ends with the backward pass.
+    # The first layer with a parameter needs no gradient for its input, so its backward piece ends with the backward pass.
     assert all((piece.backward > 0) == (piece.place not in ("0", "1", "2")) for piece in pieces if piece.kind)
 
 

@@ -173,7 +173,7 @@ def test_flows_are_built_from_the_seed_alone():
         return flow
 
     first, again, other = build(recipe), build(recipe), build(recipe.changed(seed=1))
-    assert first.bijection[4].weight.dtype == torch.float32, "in float32, whatever the default (here float64)"
+    assert first.bijection[4].weight.dtype == torch.float32, "in float32, for any default (here float64)"
     assert torch.get_default_dtype() == torch.float64
     assert torch.equal(first.bijection[4].weight, again.bijection[4].weight)
     assert not torch.equal(first.bijection[4].weight, other.bijection[4].weight)

@@ -92,7 +92,7 @@ def test_damaged_training_scores_are_named(table, tmp_path, content):
 
 
 def test_each_checkpoint_is_compared_with_its_own_training_scores(table, tmp_path):
-    """About half of the training rows are less likely than the median one, whatever the weights."""
+    """About half of the training rows are less likely than the median one, for any weights."""
     run, _ = table
     last = read_checkpoint(run / "last.safetensors")
     # Weights that make everything far less likely than the best ones do, as those of another epoch may.
@@ -251,5 +251,5 @@ def test_curves_know_whether_the_training_loss_is_a_likelihood(tmp_path, monkeyp
 
 
 def test_a_twin_has_the_same_map():
-    for recipe, said in (("digits-conv-emerging", "whose map no exact layer has"), ("digits-fc-exact", "an exact twin itself")):
+    for recipe, said in (("digits-conv-emerging", "which has no exact twin"), ("digits-fc-exact", "an exact twin itself")):
         assert said in fails("train", recipe, "--twin", "--set", "epochs=1")

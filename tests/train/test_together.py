@@ -1,4 +1,4 @@
-"""Several runs in one process: each gives the result that it would give alone, whatever happens to the others."""
+"""Several runs in one process: each gives the result that it would give alone, even if others fail."""
 
 import json
 import os

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-SHORTEST_SECONDS = 0.5  # that give a useful average: Linux counts in hundredths of a second, per core
-BUSY_CORES = 0.2  # used by other processes, from which on a table warns: threads that wait for each other are slowed down
+SHORTEST_SECONDS = 0.5  # the shortest useful measurement: Linux counts in hundredths of a second, per core
+BUSY_CORES = 0.2  # of other processes, above which a table warns: threads that wait for each other are slowed down
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,7 @@ def measure_peers(
     for shape in shapes:
         found = _measure_shape(shape, [peer for peer in peers if peer.shape == shape], device, effort or Effort(), on_status)
         for row in found:
-            on_result(f"{row.name}: " + (f"{1e3 * row.step.median:.3g} ms a step" if row.step else row.note))
+            on_result(f"{row.name}: " + (f"{1e3 * row.step.median:.3g} ms per step" if row.step else row.note))
         gc.collect()
         if device.type != "cpu":
             torch.accelerator.empty_cache()
@@ -278,7 +278,7 @@ def _build_peer(row: PeerRow, peer: Peer, device: torch.device, works: dict[str,
         loss(x).backward()
         optimizer.step()
 
-    run()  # so that an immediate failure is this model's alone; it also initialises layers from a first batch
+    run()  # so that an immediate failure affects only this model; it also initialises layers from a first batch
     row.parameters = _parameter_count(flow)
     works[row.name] = Work(run)
 

@@ -35,7 +35,7 @@ from selfnorm.train.adam import BETAS, EPS, moments_of, update_from_factors
 SCALING_BATCH = 128
 SMALLEST_DIMENSION = 32
 LARGEST_DIMENSION = 2**16
-SCALING_LEARNING_RATE = 1e-6  # so small that the weights hardly change while they are timed
+SCALING_LEARNING_RATE = 1e-6  # small enough that the weights hardly change while they are timed
 # From the name in the paper's figure to that in `selfnorm.models.LINEAR`.
 KINDS = {
     "learned": "selfnorm",
@@ -120,7 +120,7 @@ def layer_step(layer: Bijection, x: Tensor, optimizer: torch.optim.Adam | None =
                 update_from_factors(gradient, moments, adam)
             optimizer.step()
         if layer.inverse_tracker is not None:
-            layer.inverse_tracker.track()  # `after_step` without reading the device, which a training loop does now and then
+            layer.inverse_tracker.track()  # `after_step` without reading the device, which the training loop rarely does
 
     return run
 
@@ -137,10 +137,10 @@ def slope(times: Mapping[int, float]) -> float | None:
 
 
 def crossover(fast: Mapping[int, float], slow: Mapping[int, float]) -> float | None:
-    """Returns the dimension from which on `fast` is faster than `slow`, interpolated in logarithms.
+    """Returns the dimension above which `fast` is faster than `slow`, interpolated in logarithms.
 
-    This is the smallest measured dimension if `fast` always is, and infinity if `fast` is slower at the largest. None if they
-    share fewer than two dimensions, which show no trend.
+    This is the smallest measured dimension if `fast` is always faster, and infinity if it is slower at the largest. None if the
+    two share fewer than two dimensions, which show no trend.
     """
     shared = sorted(fast.keys() & slow.keys())
     if len(shared) < 2:
@@ -293,6 +293,6 @@ def _scaling_notes(points: Sequence[Point], device: torch.device) -> list[Note]:
         Note("Learned: the self-normalizing layer; Newton–Schulz and sketch: tracked inverses; exact: by slogdet."),
         Note(
             "Slope: of log time against log D, by least squares over the upper half of the dimensions. Faster than exact, slower "
-            "than learned: the D from which on this holds, interpolated in logarithms."
+            "than learned: the D above which this holds, interpolated in logarithms."
         ),
     ]

@@ -209,5 +209,5 @@ def _summary_line(each: Measured) -> str:
         return f"{each.model.name}: {each.failure}"
     floor = each.floor
     share = f", floor {100 * floor / each.step.median:.2g} % of it" if floor else ""
-    sample = f", {1e3 * each.sample.median:.3g} ms a sample" if each.sample else ""
-    return f"{each.model.name}: {1e3 * each.step.median:.3g} ms a step{share}{sample}"
+    sample = f", {1e3 * each.sample.median:.3g} ms per sample" if each.sample else ""
+    return f"{each.model.name}: {1e3 * each.step.median:.3g} ms per step{share}{sample}"

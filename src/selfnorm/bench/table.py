@@ -87,8 +87,8 @@ class Measuring:
 
 @contextmanager
 def measuring(device: torch.device) -> Iterator[Measuring]:
-    """Keeps the global random state unchanged by the block, and lets Ctrl-C end only the block, so that you can show what was
-    measured until then."""
+    """Context manager that restores the global random state after its block, and lets Ctrl-C end only the block, so that you can
+    show what was measured until then."""
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
     found = Measuring()
     with torch.random.fork_rng([index] if device.type == "cuda" else []):

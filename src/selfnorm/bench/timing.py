@@ -147,7 +147,7 @@ def _try(candidate: _Candidate, action: Callable[[_Candidate], None]) -> None:
 
 
 def _warm_up(candidate: _Candidate, device: torch.device, effort: Effort) -> None:
-    """Calls it until a call takes about as long as the three before it, then sets the number of calls per block."""
+    """Calls the candidate until a call takes about as long as the three before it, then sets the number of calls per block."""
     times: list[float] = []
     while not _is_warm(times, effort):
         times.append(seconds_of(candidate.work.run, 1, device))

@@ -20,7 +20,7 @@ from selfnorm.train.step import EagerStep, Step
 
 STEPS_PER_EPOCH = 200
 FAILED_STEP = "a step had a non-finite loss or gradient, or lost a tracked inverse"
-STEP_LEARNING_RATE = 1e-5  # so small that no model diverges on random data, however long it is timed
+STEP_LEARNING_RATE = 1e-5  # small enough that no model diverges on random data, even if it is timed for long
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ def training_step(model: Model, device: torch.device) -> TrainingStep:
     loss.flow.initialize(examples.random_examples(chosen.init_examples or chosen.batch_size, chosen.seed))
     one = EagerStep(loss, make_adam(loss), batches, chosen.clip)
     captures = can_be_captured(loss, batches)
-    # A captured step needs an optimiser of its own.
+    # A captured step needs a separate optimiser.
     step: Step = CapturedStep(loss, make_adam(loss), batches, chosen.clip) if captures else one
-    # A call of a captured step takes some steps of a block of batches, and a whole number of calls fills the block.
+    # A call of a captured step takes several steps of a block of batches; a whole number of calls fills the block.
     return TrainingStep(
         Work(_Stepper(step, batches, batches.block if captures else 1), batches.block if captures else 1),
         _Stepper(one, batches, 1),

@@ -41,7 +41,7 @@ PAPER_MS = {
 class Model:
     """A model to time.
 
-    bare:  whether to time only the matrix products of the model, and Adam, as a lower limit.
+    bare:  whether to time only the matrix products of the model, and Adam, as a lower bound.
     """
 
     name: str

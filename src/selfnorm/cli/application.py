@@ -46,7 +46,7 @@ def command(name: str, *examples: str, group: typer.Typer = app) -> Callable[[Ca
         def guarded(*args: Any, debug: bool = False, **options: Any) -> None:
             for stream in (sys.stdout, sys.stderr):
                 if isinstance(stream, io.TextIOWrapper):
-                    stream.reconfigure(errors="replace")  # print ? for ± or λ where the terminal lacks them
+                    stream.reconfigure(errors="replace")  # prints ? for ± or λ if the terminal lacks them
             try:
                 verb(*args, debug=debug, **options)
             except (typer.Exit, typer.Abort):

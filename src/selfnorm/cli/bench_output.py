@@ -1,4 +1,4 @@
-"""What the bench verbs show and write: progress while they measure, then the table, its files and its figure."""
+"""Output of the bench verbs: progress while they measure, then the table, its files and its figure."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def _cell_text(cell: Cell) -> str:
 
 @contextmanager
 def show_measurements(what: str, total: int, quiet: bool) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
-    """Gives two callbacks that show a line: for each of `total` measurements when it is done, and for the current one.
+    """Context manager that yields two callbacks, each of which shows a line: for a finished measurement, and for the current one.
 
     A terminal shows lines above a progress bar; otherwise each line has the elapsed time and the number of measurements done.
     """

@@ -26,7 +26,7 @@ def print_result(folder: Path, result: Result, as_json: bool) -> None:
         return  # it was the run's last record
     OUT.print(Text.assemble((result.recipe, "bold"), f": test NLL {result.test}"))
     cost = f"{result.epochs} epoch{'s' * (result.epochs != 1)} in {result.seconds:.0f} s"
-    cost += "" if result.step_seconds is None else f", {short_number(1e3 * result.step_seconds)} ms a step"
+    cost += "" if result.step_seconds is None else f", {short_number(1e3 * result.step_seconds)} ms per step"
     cost += "" if result.peak_memory is None else f", {result.peak_memory:.0f} MiB"
     OUT.print(f"  {cost}; best at epoch {result.best_epoch} by exact validation NLL")
     files = RunFolder(folder)

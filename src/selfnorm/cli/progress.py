@@ -1,4 +1,4 @@
-"""What the command shows while it works: a live line on a terminal, plain lines in a log, JSON lines for programs."""
+"""Progress of the command: a live line on a terminal, plain lines in a log, JSON lines for programs."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class TrainingDisplay:
 
 @contextmanager
 def show_transfers(quiet: bool) -> Iterator[Any]:
-    """Gives a callback on_progress(what, done, total) that shows downloads and conversions, or None if there is no terminal."""
+    """Context manager that yields on_progress(what, done, total) for downloads and conversions, or None without a terminal."""
     if quiet or not ERR.is_terminal:
         yield None
         return
@@ -114,7 +114,8 @@ def show_transfers(quiet: bool) -> Iterator[Any]:
 
 @contextmanager
 def show_run(recipe: Recipe, folder: Path, quiet: bool, as_json: bool) -> Iterator[TrainingDisplay]:
-    """Gives the display of a run. Exceptions that end the run also say what was saved and how to continue."""
+    """Context manager that yields the display of a run. An exception that ends the run also says what was saved and how to
+    continue."""
     try:
         with TrainingDisplay(recipe, quiet=quiet, as_json=as_json) as display:
             yield display
@@ -128,7 +129,7 @@ def show_run(recipe: Recipe, folder: Path, quiet: bool, as_json: bool) -> Iterat
 
 @contextmanager
 def show_runs(recipes: Sequence[Recipe], folders: Sequence[Path], quiet: bool, as_json: bool) -> Iterator[list[Report]]:
-    """Gives the displays of runs that train at the same time, one below the other."""
+    """Context manager that yields the displays of runs that train at the same time, one below the other."""
 
     again = "selfnorm train " + " ".join(f"--resume {shlex.quote(str(folder))}" for folder in folders)
     with ExitStack() as stack:
@@ -149,7 +150,7 @@ def show_runs(recipes: Sequence[Recipe], folders: Sequence[Path], quiet: bool, a
 
 @contextmanager
 def show_planned_run(run: PlannedRun, quiet: bool, as_json: bool) -> Iterator[Report]:
-    """Gives the display of one run of a comparison."""
+    """Context manager that yields the display of one run of a comparison."""
     if as_json:
         yield _json_report(run.path)
         return

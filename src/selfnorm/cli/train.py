@@ -82,7 +82,7 @@ def train(
     chosen = _with_options(chosen, data_dir=absolute_folder(data), seed=seed, on_divergence=on_divergence and on_divergence.value)
     kind = chosen.architecture.kind
     if twin and kind not in TWINS:
-        why = "which is an exact twin itself" if kind == "exact" else "whose map no exact layer has"
+        why = "which is an exact twin itself" if kind == "exact" else "which has no exact twin"
         raise ValueError(f"--twin: expected a recipe of kind {', '.join(TWINS)}, got {chosen.name} ({kind}), {why}")
     if idle := chosen.without_effect():
         ERR.print(f"selfnorm: {', '.join(idle)} will have no effect: no layer of {chosen.name} learns its inverse")

@@ -31,7 +31,7 @@ def run_comparison(
 ) -> Comparison:
     """Train the runs that are not finished, measure all of them, and return the comparison.
 
-    watch:  is entered for each run that trains, and gives the function to call with its records.
+    watch:  returns a context manager for each run that trains, which yields the function to call with its records.
     done:   is called with each run when it has been measured.
 
     A run that fails is part of the comparison and does not affect the others. Raises `StoppedError` after SIGINT or SIGTERM, once

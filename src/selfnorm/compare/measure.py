@@ -1,4 +1,4 @@
-"""What is measured of a finished run: its result, how good its fastest inverse is, and how fast it samples."""
+"""Measures a finished run: its result, how good its fastest inverse is, and how fast it samples."""
 
 from __future__ import annotations
 

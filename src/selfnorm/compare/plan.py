@@ -1,4 +1,4 @@
-"""Which runs a comparison consists of, and the checks made before any of them trains."""
+"""Lists the runs of a comparison, and checks them before any of them trains."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _expect_same_batches(recipes: Sequence[Recipe]) -> None:
 
 
 def _expect_usable(run: PlannedRun) -> None:
-    """The run's folder is new, empty, or holds this very run, and no other process is training it."""
+    """The run's folder is new, empty, or holds this run, and no other process is training it."""
     folder = RunFolder(run.path)
     if folder.recipe.exists():
         stored = folder.read_recipe()

@@ -1,4 +1,4 @@
-"""Runs a function in its own process and returns how it ended, whatever happens to that process."""
+"""Runs a function in its own process and returns how it ended, even if that process is killed."""
 
 from __future__ import annotations
 

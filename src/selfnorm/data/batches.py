@@ -120,7 +120,7 @@ class TrainingBatches:
         self._made: tuple[tuple[int, int], Tensor] | None = None  # the current block, after its (epoch, number)
 
     def generator(self, purpose: str, epoch: int, step: int) -> torch.Generator:
-        """Returns the generator of a step for another purpose than its batch."""
+        """Returns the generator of a step for a purpose other than its batch."""
         return generator_for(self.examples.device, self.seed, purpose, epoch, step)
 
     def seed_of_block(self, epoch: int, number: int) -> int:

@@ -19,7 +19,7 @@ from selfnorm.runtime.files import replacing_file
 
 CHUNK_BYTES = 1 << 18
 TIMEOUT_SECONDS = 30.0  # without receiving a byte
-SPARE_BYTES = 1 << 20  # that an archive may hold besides the expected files
+SPARE_BYTES = 1 << 20  # an archive may hold this much besides the expected files
 
 
 class Readable(Protocol):

@@ -90,7 +90,7 @@ def _open_converted(folder: Path, record: dict[str, Any]) -> tuple[Tensor, Tenso
     try:
         if json.loads((folder / "sources.json").read_text()) != record:
             return None
-        # Copy on write: torch wants writable pages, and the file must not change.
+        # Copy on write: torch needs writable pages, and the file must not change.
         train, validation, test = (torch.from_numpy(np.load(folder / f"{part}.npy", mmap_mode="c")) for part in CONVERTED_PARTS)
     except (OSError, ValueError):
         return None

@@ -46,7 +46,7 @@ def bits_per_dim(nats: float, dimensions: int) -> float:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Switches to eval mode without gradients within the block, then restores the previous mode."""
+    """Context manager that switches to eval mode without gradients, and restores the previous mode afterwards."""
     training = module.training
     module.eval()
     try:

@@ -100,7 +100,7 @@ def _capture_inverse(function: Callable[[Tensor], Tensor], z: Tensor) -> _Captur
     with torch.cuda.device(z.device):
         stream.wait_stream(torch.cuda.current_stream())
         try:
-            with torch.cuda.stream(stream), waiting_is_an_error():  # checked first, since a failed capture leaves traces
+            with torch.cuda.stream(stream), waiting_is_an_error():  # checked first, since a failed capture has side effects
                 function(static)
             with generator_kept(z.device), capturing(graph, stream=stream):
                 x = function(static)

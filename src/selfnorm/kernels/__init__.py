@@ -1,4 +1,4 @@
-"""Triton kernels that replace plain PyTorch on a GPU where its separate operations leave time unused.
+"""Triton kernels that replace plain PyTorch on a GPU where its separate operations waste time.
 
     dispatch     whether kernels can run on given tensors; imports no Triton
     dense        products of fully connected layers, their gradients and updates

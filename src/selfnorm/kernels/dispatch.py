@@ -17,7 +17,7 @@ from selfnorm.runtime.precision import products_in_tf32
 
 @contextmanager
 def used_on(*devices: str) -> Iterator[None]:
-    """A block in which kernels run on these device types only. With none, everything is plain PyTorch, as tests compare with.
+    """Context manager that lets kernels run on these device types only. With none, everything is plain PyTorch, for comparison.
 
     On the CPU, kernels run if Triton was imported with TRITON_INTERPRET=1 set: step by step, in Python, for tests.
     """
@@ -67,5 +67,5 @@ def allows_tf32() -> bool:
 
 
 def input_precision() -> str:
-    """How kernels round the factors of their products, in Triton's terms."""
+    """The rounding of factors in the products of kernels, by Triton's name."""
     return "tf32" if allows_tf32() else "ieee"

@@ -113,7 +113,7 @@ def _power_of_2_block(values: int, most: int) -> int:
 
 @triton.jit
 def _row_energies(z, log_dets, energies, features, layers, examples, BLOCK: tl.constexpr, LAYERS: tl.constexpr):
-    """½‖z_n‖² − Σ_l log_det_ln, one row a program."""
+    """½‖z_n‖² − Σ_l log_det_ln, one row per program."""
     row = tl.program_id(0).to(tl.int64)
     layer = tl.arange(0, LAYERS)
     log_det = tl.load(log_dets + layer.to(tl.int64) * examples + row, mask=layer < layers, other=0.0)
@@ -170,7 +170,7 @@ def _objective_gradients(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """z/N, −1/N and λ/N, each times the gradient of the value; one row a program."""
+    """z/N, −1/N and λ/N, each times the gradient of the value; one row per program."""
     row = tl.program_id(0).to(tl.int64)
     share = tl.load(grad) / examples
     for start in range(0, features, BLOCK):

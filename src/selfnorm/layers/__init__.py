@@ -1,1 +1,1 @@
-"""The layers, one idea a file."""
+"""The layers, one idea per file."""

@@ -80,8 +80,8 @@ class SmoothLeakyReLU(FusableLayer):
 class Logit(Bijection):
     """z = logit(α + (1 − 2α)x): maps the unit interval, squashed a little so that its ends stay finite, to the real line.
 
-    Takes x with α + (1 − 2α)x in (0, 1), so [0, 1] whenever α > 0. `forward` checks that; `surrogate`, which must not wait on the
-    device, does not. The inverse stops a few roundings short of the ends of that interval, so that `forward` accepts its result.
+    Takes x with α + (1 − 2α)x in (0, 1), so [0, 1] whenever α > 0. `forward` checks that; `surrogate`, which must not wait for
+    the device, does not. The inverse stops a few roundings short of the ends of that interval, so `forward` accepts its result.
 
     >>> Logit(alpha=0.05)(torch.tensor([[0.5, 1.0]]))[0].round(decimals=3)
     tensor([[0.0000, 2.9440]])

@@ -16,7 +16,7 @@ from selfnorm.runtime.checks import count, describe
 class ActNorm(FusableLayer):
     """z = (x + shift)·exp(log_scale) for each channel; `initialize` makes a first batch zero-mean and unit-variance.
 
-    Parameters: shift (C,), log_scale (C,), both 0 until then, which is the identity (Kingma & Dhariwal, 2018). Takes (N, C) or
+    Parameters: shift (C,), log_scale (C,), both 0 at first, which is the identity (Kingma & Dhariwal, 2018). Takes (N, C) or
     (N, C, …).
     """
 
@@ -63,7 +63,7 @@ class ActNorm(FusableLayer):
         if not torch.isfinite(values).all():
             raise ValueError(f"{describe(self)}: expected finite values to initialise from, got non-finite ones")
         if values.shape[1] < 2:
-            raise ValueError(f"{describe(self)}: expected at least 2 values a channel to initialise from, got {values.shape[1]}")
+            raise ValueError(f"{describe(self)}: expected 2 or more values per channel to initialise from, got {values.shape[1]}")
         self.shift.copy_(-values.mean(1))
         self.log_scale.copy_(-(values.std(1, correction=0) + 1e-6).log())
         self.initialized.fill_(True)

@@ -19,8 +19,9 @@ from selfnorm.runtime.autograd import in_full_precision
 from selfnorm.runtime.checks import count, describe, expect_like, expect_shape
 
 Mask = Literal["quadrant", "raster"]
-# Images are solved by rows if a row has at most this many values, C·W, and by fronts otherwise. On one CPU core rows take 0.35
-# to 1 of the fronts' time up to this length (1.3 for 1×64×64 at batch 100), and 1.1 to 1.6 of it at batch 100 from 96 values on.
+# Images are solved by rows if a row has at most this many values, C·W, and by fronts otherwise. Time by rows divided by time by
+# fronts, on one CPU core: 0.35 to 1 for rows up to this length, except 1.3 for 1×64×64 at batch 100; 1.1 to 1.6 for rows of 96
+# values or more at batch 100.
 LONGEST_ROW = 64
 
 

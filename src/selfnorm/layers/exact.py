@@ -18,11 +18,11 @@ SMALL_BLOCK = 64  # rows of a matrix that a kernel can factorise
 
 
 class _ExactTraining(LinearMap):
-    """Training by the exact gradient, the control of the self-normalizing twins: O(m³) a step for a block of m rows. Abstract."""
+    """Training by the exact gradient, the reference for self-normalizing twins: O(m³) per step for blocks of m rows. Abstract."""
 
     def _plain(self, x: Tensor) -> Surrogate:
         form = self.form(x)
-        weight = self.weight.view_as(self.weight)  # the branch's use is not the first, so gradients meet on the main line
+        weight = self.weight.view_as(self.weight)  # used here first, so that gradients accumulate on the main stream
         with current_step().on_side_stream(recorded=True):  # needed only at the end of the forward pass
             log_det = _training_log_det(weight, form).repeat(x.shape[0])
         return Surrogate.exact(self._apply_for_training(x, weight), log_det)
@@ -37,7 +37,7 @@ class _ExactTraining(LinearMap):
 
 
 class ExactLinear(_ExactTraining, DenseMap):
-    """z = Wx + b with W any invertible D × D matrix; trained by the exact gradient, an O(D³) factorisation a step.
+    """z = Wx + b with W any invertible D × D matrix; trained by the exact gradient, an O(D³) factorisation per step.
 
     Parameters: weight (D, D), bias (D,). The state of a `SelfNormLinear` loads into it, and its own into a `SelfNormLinear`.
 
@@ -54,7 +54,7 @@ class ExactLinear(_ExactTraining, DenseMap):
 
 
 class _ExactConv(_ExactTraining, ConvMap):
-    """The convolutions among them. Abstract."""
+    """Convolutions trained by the exact gradient. Abstract."""
 
     def _fused(self, x: Tensor) -> Surrogate | None:
         if self.kernel_size != (1, 1) or not conv_kernels_fit(x, self.weight, self.bias, self.geometry):
@@ -99,7 +99,7 @@ class Conv1x1(_ExactConv):
 
 
 def _training_log_det(weight: Tensor, form: BlockForm) -> Tensor:
-    """`log_abs_det`; small blocks go through a kernel instead of a library that is made for large ones."""
+    """`log_abs_det`; small blocks use a kernel instead of a library made for large ones."""
     blocks = form.blocks(weight)
     if blocks.shape[-1] > SMALL_BLOCK or not usable(blocks):
         return log_abs_det(weight, form)

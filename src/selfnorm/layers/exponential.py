@@ -16,7 +16,7 @@ from selfnorm.linalg.factors import widen
 from selfnorm.runtime.autograd import in_full_precision
 from selfnorm.runtime.checks import count, expect_like, expect_shape
 
-# At this norm the terms left out come to at most 1.07e-4·‖x‖ after 6 and 3e-12·‖x‖ after 13.
+# At this norm the omitted terms amount to at most 1.07e-4·‖x‖ after 6 and 3e-12·‖x‖ after 13.
 LARGEST_NORM = 0.9
 TRAINING_TERMS, EXACT_TERMS = 6, 13
 SQUARINGS = 8
@@ -112,14 +112,14 @@ def norm_bound(w: Tensor, size: tuple[int, int], squarings: int = SQUARINGS) -> 
     T(w) is cut out of the circular convolution on a torus so large that nothing wraps around into the image, H + ⌊kh/2⌋ by
     W + ⌊kw/2⌋. So its norm is at most the circular one's, the largest ‖ŵ(ω)‖ of the Fourier symbols ŵ(ω), C × C. The gap closes
     as images grow: for 3×3 kernels it was 4 to 11 % on 7×7 images and under 1 % on 28×28. ‖ŵ‖ itself is bounded by the Schatten
-    norm (tr (ŵ*ŵ)^p)^(1/2p), p = 2^squarings = 256, at most C^(1/512) times too large, under 1 % up to 150 channels. All of
-    it is matrix products: O(HW·C³).
+    norm (tr (ŵ*ŵ)^p)^(1/2p), p = 2^squarings = 256, at most C^(1/512) times too large, under 1 % up to 150 channels. The whole
+    bound takes only matrix products: O(HW·C³).
 
     Power iteration, the usual choice, finds lower bounds, and slowly, since the largest singular values lie close together.
     When Adam at 1e-3 drove a kernel against the limit, the norm was up to 14 % above it with 1 iteration after each step and up
     to 4 % with 16; with this bound it was 1 to 2 % below (`benchmarks/norm.py`).
     """
-    # Half of the frequencies: the other symbols are complex conjugates. That the kernel's centre is not at 0 is only a phase.
+    # Half of the frequencies: the other symbols are complex conjugates. The position of the kernel's centre only adds a phase.
     symbols = torch.fft.rfft2(w, s=_torus(w, size)).flatten(2).permute(2, 0, 1)  # (frequencies, C, C)
     with torch.no_grad():
         worst = _schatten(symbols, squarings).argmax(0, keepdim=True)

@@ -25,7 +25,7 @@ class KeptInverse(LinearMap):
         raise NotImplementedError
 
     def inverse_of(self, weight: Tensor) -> Tensor:
-        """The weight_inv that suits a weight, in the weight's precision; a `SingularWeightError` where there is none."""
+        """The weight_inv for a weight, in the weight's precision; raises `SingularWeightError` if there is none."""
         raise NotImplementedError
 
     @in_full_precision
@@ -35,7 +35,7 @@ class KeptInverse(LinearMap):
 
     @in_full_precision
     def refined_inverse(self, z: Tensor, *, context: Tensor | None = None, tolerance: float | None = None) -> Tensor:
-        """R(z − b), iterated to ‖z − f(x)‖ ≤ tolerance·‖z − b‖; exact, with a warning, where that does not converge."""
+        """R(z − b), iterated to ‖z − f(x)‖ ≤ tolerance·‖z − b‖; exact, with a warning, if that does not converge."""
         self.check_input(z)
         tolerance = default_tolerance(z.dtype) if tolerance is None else tolerance
         x, residual = refine(self.apply_weight, self.apply_inverse, z - self.broadcast_bias(), tolerance)
@@ -43,7 +43,7 @@ class KeptInverse(LinearMap):
             return x
         warnings.warn(
             f"{describe(self)}: refining the kept inverse stopped at a relative residual of {residual:.1e}, above the "
-            f"tolerance {tolerance:.1e}: either R is too far from the inverse (it takes a spectral radius of I − RW well below "
+            f"tolerance {tolerance:.1e}: either R is too far from the inverse (the spectral radius of I − RW must be well below "
             f"1), or {z.dtype} resolves no more; using the exact inverse instead",
             RuntimeWarning,
             stacklevel=2,
@@ -58,7 +58,7 @@ class KeptInverse(LinearMap):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         if "fallbacks" not in self._buffers and prefix + "fallbacks" in state_dict:
-            drop_kept_inverse(state_dict, prefix)  # of a tracked twin, whose inverse may have another shape
+            drop_kept_inverse(state_dict, prefix)  # of a tracked twin, whose inverse may have a different shape
         weight = state_dict.get(prefix + "weight")
         if weight is not None and weight.shape == self.weight.shape and prefix + "weight_inv" not in state_dict:
             # The state of an exact twin.

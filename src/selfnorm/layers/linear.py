@@ -1,4 +1,4 @@
-"""Unconstrained linear maps, dense and convolutional: the exact path, and the frame in which all their training methods fit."""
+"""Unconstrained linear maps, dense and convolutional: the exact methods, and the base class of all training methods."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class LinearMap(Bijection):
     The first exact call after a change of the weight factorises W in float64, O(m³) for each block of m rows; each later one
     costs a comparison with a copy of the weight. The factors for `inverse` are kept in eval mode only.
 
-    How W is trained is up to the subclass. `surrogate` is the same for all of them: it asks for `_fused(x)`, the surrogate by
-    kernels, and where that is None for `_plain(x)`, the same in plain PyTorch.
+    The subclass decides how W is trained. `surrogate` is the same for all of them: it returns `_fused(x)`, the surrogate by
+    kernels, or if that is None `_plain(x)`, the same in plain PyTorch.
     """
 
     # One example's shape in the last batch that `surrogate` saw. Not state: a convolution takes images of any size.
@@ -51,11 +51,11 @@ class LinearMap(Bijection):
         raise NotImplementedError
 
     def form(self, x: Tensor) -> BlockForm:
-        """How W splits into blocks for examples of x's shape."""
+        """The block form of W for examples of x's shape."""
         raise NotImplementedError
 
     def apply_weight(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Wx, without the bias; or another weight's in W's place."""
+        """Wx, without the bias, or the same for another weight."""
         raise NotImplementedError
 
     def broadcast_bias(self) -> Tensor | float:
@@ -88,7 +88,7 @@ class LinearMap(Bijection):
         log_det = -self._log_abs_det(z)
         if z.shape[0] == 0:
             return z, log_det  # FFT libraries refuse an empty batch
-        # W's blocks are built again only if their gradient is wanted; otherwise the factors are enough.
+        # W's blocks are rebuilt only if their gradient is needed; otherwise the factors are enough.
         wants_gradient = torch.is_grad_enabled() and self.weight.requires_grad
         blocks = form.blocks(widen(self.weight)) if wants_gradient else lu
         columns = form.split(widen(z - self.broadcast_bias()))
@@ -96,7 +96,7 @@ class LinearMap(Bijection):
         return x.to(z), log_det
 
     def _log_abs_det(self, x: Tensor) -> Tensor:
-        """log|det W| for each example of x: exact, and factorised again for its gradient only in a backward pass."""
+        """log|det W| for each example of x: exact; W is factorised again only in a backward pass, for the gradient."""
         form = self.form(x)
         value = self._factors.log_abs_det(describe(self), self.weight, form)
         log_det = AmortisedLogDet.apply(self.weight, value, lambda weight: log_abs_det(widen(weight), form))
@@ -195,7 +195,7 @@ class ConvMap(LinearMap):
 
 
 def convolve_without_gradient(x: Tensor, kernel: Tensor, geometry: Geometry) -> Tensor:
-    """`convolve`, by a kernel where one fits and no gradient is wanted."""
+    """`convolve`, by a kernel where one fits and no gradient is needed."""
     if torch.is_grad_enabled() or not conv_kernels_fit(x, kernel, None, geometry):
         return convolve(x, kernel, geometry)
     from selfnorm.kernels.conv.plain import conv_forward

@@ -16,7 +16,7 @@ from selfnorm.runtime.checks import count, describe, expect_like, expect_shape
 
 
 class LULinear(Bijection):
-    """z = PLUx + b with P a fixed permutation, L unit lower and U upper triangular: exact likelihood, O(D²) an example.
+    """z = PLUx + b with P a fixed permutation, L unit lower and U upper triangular: exact likelihood, O(D²) per example.
 
     Parameters: factors (D, D), L below the diagonal, log|uᵢᵢ| on it, U above it; bias (D,). Buffers: permutation (D,), row i of
     PLU being row permutation[i] of LU, and signs (D,) of U's diagonal, both fixed by the start: I + Xavier-normal noise of gain
@@ -67,7 +67,7 @@ class LULinear(Bijection):
         packed = widen(self.factors)
         shifted = widen(z if self.bias is None else z - self.bias)
         back = shifted[:, self.permutation.argsort().to(shifted.device)].mT
-        # A triangular solve reads its own triangle alone.
+        # A triangular solve reads only its own triangle.
         half = torch.linalg.solve_triangular(packed, back, upper=False, unitriangular=True)
         upper = packed.diagonal_scatter(self._diagonal(packed))
         return torch.linalg.solve_triangular(upper, half, upper=True).mT.to(z), -self._log_det(z)
@@ -76,7 +76,7 @@ class LULinear(Bijection):
         return widen(self.factors.diagonal()).sum().to(x).repeat(x.shape[0])
 
     def _diagonal(self, factors: Tensor) -> Tensor:
-        """U's, in the precision of the factors."""
+        """The diagonal of U (D,), in the precision of the factors."""
         return self.signs.to(factors) * factors.diagonal().exp()
 
     def _check_input(self, x: Tensor) -> None:
@@ -95,7 +95,7 @@ class LULinear(Bijection):
 
 @torch.no_grad()
 def _factorise(who: str, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The factors, permutation and signs that make a weight, or a `SingularWeightError`."""
+    """The factors, permutation and signs of a weight; raises `SingularWeightError` if it has none."""
     packed, pivots = ExactFactors().lu(who, weight, Dense(), keep=False)
     diagonal = packed.diagonal()
     permutation = torch.lu_unpack(packed, pivots, unpack_data=False)[0].argmax(1)

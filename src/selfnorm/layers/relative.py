@@ -6,7 +6,7 @@ log|det W|, the gradients g_z and g_log_det arriving at z = Wx + b become
 
     W:  g_zᵀ(zW) + g_log_det·W          b:  g_zᵀ(zb + 1) + g_log_det·b
 
-summed over the batch: since g_z xᵀWᵀW + g_z bᵀW = g_z (Wx + b)ᵀW, each product is of a batch with a matrix, O(D²) an example.
+summed over the batch: since g_z xᵀWᵀW + g_z bᵀW = g_z (Wx + b)ᵀW, each product is of a batch with a matrix, O(D²) per example.
 The term with b is easily forgotten. `docs/choosing.md` says when to use this layer.
 """
 
@@ -26,7 +26,7 @@ from selfnorm.runtime.context import current_step
 
 
 class RelativeLinear(DenseMap):
-    """z = Wx + b, W any invertible D × D matrix, trained by the relative gradient: O(D²) an example, no inverse to keep.
+    """z = Wx + b, W any invertible D × D matrix, trained by the relative gradient: O(D²) per example, no inverse to keep.
 
     Parameters: weight (D, D), bias (D,), as in `ExactLinear`. The optimiser gets a descent direction instead of the gradient: ∂W
     preconditioned by WᵀW. `forward` and `inverse` are exact. Gresele et al. (2020), "Relative gradient

@@ -7,7 +7,7 @@ as a loss to be minimised)
     ∂W = ½(g_z xᵀ + g_log_det·Rᵀ) + 2 g_rec Rᵀe xᵀ
     ∂R = −½(g_x (Wx)ᵀ + g_log_det·Wᵀ) + 2 g_rec e (Wx)ᵀ
 
-summed over the batch: the determinant's gradient W⁻ᵀ has become Rᵀ, and O(D³) has become O(D²) an example. Everything else
+summed over the batch: the determinant's gradient W⁻ᵀ has become Rᵀ, and O(D³) has become O(D²) per example. Everything else
 (x, the bias) gets its full gradient, and the reconstruction reaches no earlier layer. Because the log-determinant's gradient
 comes in through a per-example output, it scales with the loss like every other term. `docs/derivation.md` has the derivation.
 """
@@ -48,7 +48,7 @@ WIDEST_TRANSPOSED_VIEW = 2048
 
 
 class _SelfNormalizing(KeptInverse):
-    """Training of W and R together, whatever their shape. Abstract."""
+    """Training of W and R together, for any shape. Abstract."""
 
     surrogate_is_exact = False
 
@@ -74,7 +74,7 @@ class _SelfNormalizing(KeptInverse):
 
 
 class SelfNormLinear(_SelfNormalizing, DenseMap):
-    """z = Wx + b, W any D × D matrix, with a learned inverse R; training costs O(D²) an example, and no determinant.
+    """z = Wx + b, W any D × D matrix, with a learned inverse R; training costs O(D²) per example, and no determinant.
 
     Parameters: weight (D, D), I + Xavier-normal noise of gain 0.01 at first; weight_inv (D, D), Wᵀ at first; bias (D,).
     `forward` and `inverse` stay exact: they factorise W once for each set of weights, O(D³). Keller et al. (2021), section 4.1.

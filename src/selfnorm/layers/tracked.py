@@ -5,8 +5,8 @@ error I − RW, or by sketch-and-project, the smallest change that makes R right
 exact gradient with R in place of W⁻¹: no λ, no reconstruction, no halved gradient. If the error leaves the region in which the
 tracker converges, W is factorised again; `fallbacks` counts how often.
 
-R(2I − WR) is the same matrix, and I − WR has the same eigenvalues, if not the same norm. RW is handier: its rows are R's, and if
-W is a convolution, each row is an image in its usual memory layout.
+R(2I − WR) is the same matrix, and I − WR has the same eigenvalues, if not the same norm. RW is more convenient: its rows are R's,
+and if W is a convolution, each row is an image in its usual memory layout.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LARGEST_DENSE_INVERSE = 4096  # rows of T(w)⁻¹: 64 MiB in float32
 
 
 class _Tracked(KeptInverse):
-    """Tracking, whatever the shape of W: R is the dense inverse (m, m) of the one block that W consists of. Abstract.
+    """Tracking for any shape of W: R is the dense inverse (m, m) of the one block that W consists of. Abstract.
 
     Buffers: weight_inv (m, m); fallbacks, how often W had to be factorised again; residual, ‖I − RW‖_F as the last `after_step`
     found it before R followed (an estimate for sketching), and 0 after a factorisation.
@@ -59,7 +59,7 @@ class _Tracked(KeptInverse):
         inverse = self.inverse_of(widen(self.weight.detach())).to(self.weight)
         rows = inverse.shape[0]
         self.rank = min(rows, math.ceil(rows / 8) if rank is None else count(type(self).__name__, "rank", rank))
-        self.register_buffer("weight_inv", inverse.contiguous())  # a solver's result lies in memory column by column
+        self.register_buffer("weight_inv", inverse.contiguous())  # a solver's result is stored column by column
         self.register_buffer("fallbacks", torch.zeros((), dtype=torch.int64))
         self.register_buffer("residual", torch.zeros(()), persistent=False)
 
@@ -73,12 +73,12 @@ class _Tracked(KeptInverse):
 
     @property
     def reads_inverse_late(self) -> bool:
-        """Whether a training step reads R in its update only."""
+        """Whether a training step reads R only in its update."""
         raise NotImplementedError
 
     @property
     def largest_residual(self) -> float:
-        """The ‖I − RW‖_F from which on W is factorised again.
+        """The ‖I − RW‖_F at which W is factorised again.
 
         Newton–Schulz converges below 1. Sketching converges from anywhere, but an R that is off by a tenth in every direction
         gives no useful gradient.
@@ -109,9 +109,9 @@ class _Tracked(KeptInverse):
         self.residual = entry
 
     def after_step(self, *, generator: torch.Generator | None = None) -> None:
-        """Lets R follow W, and factorises W where R cannot. Waits for the device at each step: a lost R gives a wrong gradient.
+        """Lets R follow W, and factorises W if R cannot. Waits for the device at each step: a lost R gives a wrong gradient.
 
-        While a graph is captured it does neither wait nor check: `join` the step before reading R or residual, and `settle` after
+        While a graph is captured, it neither waits nor checks: `join` the step before reading R or residual, and `settle` after
         replays.
         """
         step = current_step()
@@ -124,7 +124,7 @@ class _Tracked(KeptInverse):
 
     @torch.no_grad()
     def track(self, *, generator: torch.Generator | None = None) -> None:
-        """Lets R follow W, without waiting for the device. An R that is too far off stays as it is, for `settle` to replace."""
+        """Lets R follow W, without waiting for the device. An R that is too far off stays unchanged, for `settle` to replace."""
         R = self.weight_inv
         if self.tracker == "newton-schulz":
             if usable(self.weight, R, self.residual) and R.is_contiguous() and R.numel() < 2**30:
@@ -165,7 +165,7 @@ class _Tracked(KeptInverse):
     def settle(self) -> None:
         """Factorises W if `residual` says that R is lost; waits for the device."""
         residual = float(self.residual)
-        if residual < self.largest_residual:  # a NaN is not
+        if residual < self.largest_residual:  # false for NaN
             return
         self.weight_inv.copy_(self.inverse_of(widen(self.weight)))
         self.residual.zero_()
@@ -181,7 +181,7 @@ class _Tracked(KeptInverse):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         if prefix + "weight" in state_dict and prefix + "fallbacks" not in state_dict:
-            # A twin's state: its inverse was learned, so compute our own.
+            # A twin's state: drop its learned inverse, so that the exact one is computed.
             state_dict.pop(prefix + "weight_inv", None)
             state_dict[prefix + "fallbacks"] = torch.zeros_like(self.fallbacks)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
@@ -190,7 +190,7 @@ class _Tracked(KeptInverse):
 class TrackedLinear(_Tracked, DenseMap):
     """z = Wx + b, W any D × D matrix, whose inverse R is tracked: the exact gradient up to ‖I − RW‖, without a factorisation.
 
-    tracker:  "newton-schulz", 4D³ operations a step in two matrix products, or "sketch", 6τD² with τ = `rank`, D/8 by default.
+    tracker:  "newton-schulz", 4D³ operations per step in two matrix products, or "sketch", 6τD² with τ = `rank`, D/8 by default.
     Parameters: weight (D, D), bias (D,), those of `ExactLinear`. Buffers: weight_inv (D, D), fallbacks. Call `after_step()` after
     each optimiser step, and after any other change of the weight, such as by averaging. `forward` and `inverse` are exact.
 

@@ -1,4 +1,4 @@
-"""Block-diagonal forms of linear layers, so that one mechanism for exact log-determinants and inverses serves every layer.
+"""Block-diagonal forms of linear layers, so that one implementation of exact log-determinants and inverses serves every layer.
 
 A `BlockForm` changes the basis so that the matrix W (D, D) of a layer becomes block-diagonal. The distinct blocks B_i have m rows
 each and occur `copies` times:
@@ -11,7 +11,7 @@ each and occur `copies` times:
     Circular      convolution with circular padding    (groups, H·W, C/groups, C/groups)   1, complex, a block per frequency
     ZeroPadded    convolution with zero padding        (groups, m, m), m = C/groups·H·W    1
 
-Factorising costs O(m³) a block: zero padding needs blocks as large as the image, the other convolutions only small ones.
+Factorising costs O(m³) per block: zero padding needs blocks as large as the image, the other convolutions only small ones.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ FEW_CHANNELS = 8
 
 
 class Geometry(NamedTuple):
-    """What defines a same-size convolution in addition to its kernel."""
+    """The properties of a same-size convolution other than its kernel."""
 
     dilation: tuple[int, int] = (1, 1)
     groups: int = 1

@@ -121,7 +121,7 @@ class AmortisedLogDet(torch.autograd.Function):
 class FactoredSolve(torch.autograd.Function):
     """Solves blocks · x = rhs from existing LU factors, differentiable in blocks and rhs.
 
-    apply(blocks (…, m, m), rhs (…, m, n), lu, pivots) -> x (…, m, n). Cost: O(m²n) a block.
+    apply(blocks (…, m, m), rhs (…, m, n), lu, pivots) -> x (…, m, n). Cost: O(m²n) per block.
     """
 
     generate_vmap_rule = True

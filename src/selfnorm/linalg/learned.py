@@ -1,4 +1,4 @@
-"""What polishing and debiasing need of a layer that learns its inverse; `layers.selfnorm` has such layers."""
+"""Protocols of layers that learn their inverse, for polishing and debiasing; `layers.selfnorm` has these layers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LearnedInverse(Protocol):
 
 
 class LearnedKernel(LearnedInverse, Protocol):
-    """The same with convolution kernels of more than one tap."""
+    """A `LearnedInverse` with convolution kernels of more than one tap."""
 
     geometry: Geometry
     inverse_kernel_size: tuple[int, int]

@@ -1,16 +1,16 @@
 """The log-determinant's gradient without the learned inverse's bias: Rᵀ plus a randomly truncated Neumann series.
 
 With E = I − RW, the exact inverse is a series of products with W and R, W⁻¹ = Σ_{k≥0} EᵏR, if and only if ρ(E) < 1. A
-self-normalizing layer uses its first term already. The others are estimated from white noise v, up to a random N with
+self-normalizing layer already uses its first term. The others are estimated from white noise v, up to a random N with
 P(N ≥ k) = qᵏ:
 
     u = Σ_{1≤k≤N} q⁻ᵏ EᵏRv,    mean of vuᵀ = Σ_{k≥1} (EᵏR)ᵀ = W⁻ᵀ − Rᵀ
 
-since term k is there with probability qᵏ. That is the gradient of ⟨v, Wu⟩ for W, or for w if W is a convolution T(w) and R is
+since term k is included with probability qᵏ. That is the gradient of ⟨v, Wu⟩ for W, or for w if W is a convolution T(w) and R is
 T(r): no transpose is needed, and no factorisation.
 
 The estimate is unbiased if ρ(E) < 1, and its variance is finite if and only if ρ(E)² < q: a sum of n terms is of size (ρ/q)ⁿ
-and comes with probability (1 − q)qⁿ, so that the squares add up like (ρ²/q)ⁿ. N is q/(1 − q) on average: a larger q costs more
+and occurs with probability (1 − q)qⁿ, so the squares add up like (ρ²/q)ⁿ. N is q/(1 − q) on average: a larger q costs more
 and varies less.
 """
 
@@ -48,13 +48,13 @@ def draw_terms(probes: int, keep: float, generator: torch.Generator | None = Non
 
 @in_full_precision
 def neumann_tail(layer: LearnedInverse, probes: Tensor, *, terms: Sequence[int], keep: float) -> Tensor:
-    """A zero whose gradient for W is the mean of vuᵀ over probes, an estimate of W⁻ᵀ − Rᵀ; R and all else get none.
+    """A zero whose gradient for W is the mean of vuᵀ over probes, an estimate of W⁻ᵀ − Rᵀ; nothing else gets a gradient.
 
     probes:  white noise v, a batch (P, …) of the layer's examples.
     terms:   N for each probe, from `draw_terms` with the same keep; the order does not matter.
 
-    The layer's `surrogate` has ½Rᵀ for W, so a loss with −mean(log_det) adds −½ of this. Cost: 3 + 2N products a probe, one of
-    them in the backward pass. Never waits on the device.
+    The layer's `surrogate` has ½Rᵀ for W, so a loss with −mean(log_det) adds −½ of this. Cost: 3 + 2N products per probe, one of
+    them in the backward pass. Never waits for the device.
 
     >>> from selfnorm import SelfNormLinear
     >>> layer, probes = SelfNormLinear(3), torch.randn(8, 3)
@@ -92,7 +92,7 @@ def spectral_radius(
     """ρ(I − RW) on examples of a shape, by power iteration: the geometric mean of the growth over the later half.
 
     A single step may grow by more or less than ρ, where the largest eigenvalues are a complex pair or the matrix is far from
-    normal; the mean over n steps is right up to O(1/n), and a little high for Jordan blocks. Cost: two products an iteration
+    normal; the mean over n steps is right up to O(1/n), and a little high for Jordan blocks. Cost: two products per iteration
     with a batch of 8, and one wait for the device, on which `generator` draws the starts.
     """
     iterations = count("spectral_radius", "iterations", iterations)
@@ -101,7 +101,7 @@ def spectral_radius(
     layer.check_input(x)
     growth = []
     for _ in range(iterations):
-        x = x / x.norm().clamp_min(torch.finfo(x.dtype).tiny)  # all zeros stay so
+        x = x / x.norm().clamp_min(torch.finfo(x.dtype).tiny)  # all zeros stay zeros
         x = _error(layer, x)
         growth.append(x.norm())
     return float(torch.stack(growth[iterations // 2 :]).log().mean().exp())
@@ -112,12 +112,12 @@ def expect_finite_variance(layer: LearnedInverse, radius: float, keep: float) ->
     keep = expect_probability("expect_finite_variance", keep)
     if radius**2 < keep:
         return
-    nearer = "bring R nearer to the inverse first, by polishing it or by a larger reconstruction_weight"
+    nearer = "bring R closer to the inverse first, by polishing it or by a larger reconstruction_weight"
     if radius < 1:
         what = "at which the debiased gradient has infinite variance"
         advice = f"{nearer}, or raise keep above {radius**2:.3g}"
     else:  # or NaN
-        what = "at which the series does not converge, so that no keep makes the gradient unbiased"
+        what = "at which the series does not converge, so no keep makes the gradient unbiased"
         advice = nearer
     raise InfiniteVarianceError(
         f"{describe(layer)}: expected ρ(I − RW)² below keep = {keep:.3g}, got ρ(I − RW) = {radius:.3g}, {what}; {advice}"

@@ -1,7 +1,7 @@
 """Polishes: linear algebra that moves a learned inverse R towards W⁻¹ every few hundred steps.
 
-Gradients correct R only where the data varies; in all other directions its error may grow unseen. A polish depends on W alone. It
-changes R, never W.
+Gradients correct R only where the data varies; in all other directions its error may grow unnoticed. A polish depends only on W.
+It changes R, never W.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from selfnorm.linalg.iterations import newton_schulz, sketch_and_project
 from selfnorm.linalg.learned import LearnedInverse, LearnedKernel
 from selfnorm.runtime.checks import describe
 
-DIRECTIONS = 8  # that the low-rank polish corrects: measured errors lie in a handful
+DIRECTIONS = 8  # corrected by the low-rank polish: measured errors lie in a handful of them
 LARGEST_FACTORISED = 4096  # rows of a T(w)
 
 
@@ -56,13 +56,13 @@ def expect_tap_mean(layer: LearnedInverse) -> None:
     if math.prod(layer.example_shape) // groups > LARGEST_FACTORISED:
         size = "×".join(map(str, layer.example_shape))
         raise ValueError(
-            f"{describe(layer)}: expected images of at most {LARGEST_FACTORISED} dimensions a group for a tap-mean, which "
+            f"{describe(layer)}: expected images of at most {LARGEST_FACTORISED} dimensions per group for a tap-mean, which "
             f"factorises T(w), got {size} in {groups}; use polish=least-squares"
         )
 
 
 def _newton_schulz(layer: LearnedInverse, generator: torch.Generator | None) -> Tensor:
-    """R(2I − WR), which squares the error I − WR; R itself where ‖I − WR‖ ≥ 1, which this would make worse. 4D³ operations."""
+    """R(2I − WR), which squares the error I − WR; R unchanged if ‖I − WR‖ ≥ 1, which this would increase. 4D³ operations."""
     W, R = _matrices(layer)
     error = -(W @ R)
     error.diagonal(dim1=-2, dim2=-1).add_(1)
@@ -83,8 +83,8 @@ def _correct_largest(W: Tensor, R: Tensor, generator: torch.Generator | None) ->
     for _ in range(2):
         error = V - W @ (R @ V)
         V = _orthonormal(error - R.mT @ (W.mT @ error))
-    # R is right on V if it undoes W on Q = W⁻¹V. Of that the span of WᵀV, (WᵀW)WᵀV, (WᵀW)²WᵀV, as conjugate gradients would
-    # use, is near enough. The first alone corrected a tenth as much where W was ill-conditioned.
+    # R is right on V if it undoes W on Q = W⁻¹V. The span of WᵀV, (WᵀW)WᵀV, (WᵀW)²WᵀV, as conjugate gradients would use, is
+    # close enough to that. WᵀV alone corrected a tenth as much where W was ill-conditioned.
     krylov = [_orthonormal(W.mT @ V)]
     for _ in range(2):
         krylov.append(_orthonormal(W.mT @ (W @ krylov[-1])))
@@ -104,10 +104,10 @@ def _least_squares(layer: LearnedInverse, generator: torch.Generator | None) -> 
 
 
 def _tap_mean(layer: LearnedInverse, generator: torch.Generator | None) -> Tensor:
-    """For a k×k kernel r, each tap the mean of T(w)⁻¹'s entries where T(r) holds it; else W⁻¹. A factorisation of T(w).
+    """For a k×k kernel r, each tap is the mean of T(w)⁻¹'s entries where T(r) holds it; else W⁻¹. A factorisation of T(w).
 
-    T(r)ᵀ, as w sees it, is then T(w)⁻ᵀ, border and all: the log-determinant's gradient is the exact one. As an inverse r is no
-    better for it.
+    The gradient that T(r)ᵀ gives w is then that of T(w)⁻ᵀ, border included: the exact gradient of the log-determinant. This
+    does not make r a better inverse.
     """
     expect_tap_mean(layer)
     kernel = _as_kernel(layer)

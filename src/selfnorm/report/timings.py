@@ -32,7 +32,7 @@ class Bar:
     group: str = ""
 
 
-def bars(path: str | Path, title: str, shown: Sequence[Bar], xlabel: str = "ms a training step") -> None:
+def bars(path: str | Path, title: str, shown: Sequence[Bar], xlabel: str = "ms per training step") -> None:
     """Draws one row for each time, in the order given, with its spread, its floor, and its median as text.
 
     Draws bars from 0 if the largest time is less than `LARGEST_BAR_RATIO` times the smallest. Otherwise draws dots on a
@@ -108,7 +108,7 @@ def growth(
         ax.legend(frameon=False, fontsize=8, loc="best")
         ax.grid(color="0.9")
         ax.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("ms a step")
+    axes[0].set_ylabel("ms per step")
     for ax in axes:
         _powers_of_two(ax, sorted(set(sizes)))
         _plain_logarithms(ax, "y")

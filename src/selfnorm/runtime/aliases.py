@@ -1,4 +1,4 @@
-"""Old names of arguments, which calls may go on using."""
+"""`accepts_old_names`: lets a function accept arguments by their former names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def accepts_old_names(**new_names: str) -> Callable[[Function], Function]:
-    """Decorates a function that also takes arguments by their old names, given as old="new".
+    """Decorator that lets a function also accept arguments by their old names, given as old="new".
 
     >>> @accepts_old_names(weight="reconstruction_weight")
     ... def penalty(reconstruction_weight):
@@ -25,7 +25,7 @@ def accepts_old_names(**new_names: str) -> Callable[[Function], Function]:
             for old in new_names.keys() & options.keys():
                 new = new_names[old]
                 if new in options:
-                    raise TypeError(f"{function.__qualname__}: expected {new} once, got it as {old}, too, its old name")
+                    raise TypeError(f"{function.__qualname__}: expected {new} once, got it also by its old name, {old}")
                 options[new] = options.pop(old)
             return function(*args, **options)
 

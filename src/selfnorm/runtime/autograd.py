@@ -29,7 +29,7 @@ def in_full_precision(method: Method) -> Method:
 
 
 def backward_in_full_precision(backward: Method) -> Method:
-    """The backward pass of an autograd function with autocast switched off, in case a loss is differentiated inside of it."""
+    """The backward pass of an autograd function with autocast switched off, in case a loss is differentiated inside autocast."""
 
     @wraps(backward)
     def run(ctx: Any, *gradients: Tensor) -> Any:
@@ -43,7 +43,7 @@ def backward_in_full_precision(backward: Method) -> Method:
 
 def refuse_second_derivative() -> None:
     """Raises RuntimeError if the backward pass is itself being differentiated. Call it in the backward pass of a surrogate."""
-    if torch.is_grad_enabled():  # only so in a backward pass with create_graph=True
+    if torch.is_grad_enabled():  # in a backward pass only with create_graph=True
         raise RuntimeError(
-            "surrogate: the gradient that training takes has no derivative of its own; differentiate log_prob twice instead"
+            "surrogate: the training gradient cannot be differentiated again; differentiate log_prob twice instead"
         )

@@ -1,4 +1,4 @@
-"""Checks whose errors say who complains, what was expected, and what was given.
+"""Checks whose errors name the caller, what was expected, and what was given.
 
 Only `expect_finite` reads values from the device; the others look at shapes, dtypes and plain numbers.
 """
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class Describable(Protocol):
-    """A module, or what looks like one."""
+    """A module, or an object that looks like one."""
 
     def extra_repr(self) -> str: ...
 

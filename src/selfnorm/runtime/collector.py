@@ -10,8 +10,8 @@ reads again: more bytes than the rest of a small batch's backward pass. While th
 
 a fused layer appends its factors here and leaves its weights' `.grad` at None. Biases and all other parameters get ordinary
 gradients. A gradient goes to the collector that was current in the forward pass; autograd's threads only append to it. Factors
-refer to the weights as they are when they are applied, so apply them before anything else changes the weights. Inside the block,
-`torch.autograd.grad` finds no gradient for such a weight.
+use the weights at the time when they are applied, so apply them before anything else changes the weights. Inside the block,
+`torch.autograd.grad` finds no gradient for these weights.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Moments(NamedTuple):
 
 
 class AdamArguments(NamedTuple):
-    """What an update of Adam takes besides gradient and moments. The tensors are float32 scalars on the device.
+    """Arguments of an Adam update besides gradient and moments. The tensors are float32 scalars on the device.
 
     rate:          the learning rate.
     frozen:        the update changes nothing unless this is 0.
-    late_failure:  set to 1 if a gradient or its square is not finite; such elements keep their value. It must be another tensor
-                   than `frozen`: with the same one, the other elements would depend on timing.
+    late_failure:  set to 1 if a gradient or its square is not finite; these elements keep their value. It must not be the
+                   same tensor as `frozen`: otherwise the other elements would depend on timing.
     """
 
     rate: Tensor
@@ -78,7 +78,7 @@ class GradientCollector:
         self._gradients.append(gradient)
 
     def take(self, *, wait: Callable[[], None] | None = None) -> list[FactoredGradient]:
-        """Removes and returns the gradients; none of them shares a parameter with another, or with a `.grad`.
+        """Removes and returns the gradients. None shares a parameter with another, or has a parameter with a `.grad`.
 
         Where a layer was used twice, or something else gave one of its weights a gradient, its gradients are added to `.grad`.
         wait:  called before any is multiplied out, to wait for work that produces its factors.
@@ -108,7 +108,7 @@ def add_to_grad(gradients: Iterable[FactoredGradient]) -> None:
 
 @contextmanager
 def collected_gradients() -> Iterator[GradientCollector]:
-    """A block in which the current step has a new collector."""
+    """Context manager that gives the current step a new collector, and yields it."""
     collector = GradientCollector()
     with step_context(collector=collector):
         yield collector

@@ -1,7 +1,7 @@
-"""`StepContext`: what the layers of a training step get from their surroundings.
+"""`StepContext`: settings and resources that a training step shares with its layers.
 
-A layer's `surrogate(x)` takes data, not settings. What else a step decides for all of its layers travels in one object, which is
-current while the step runs:
+A layer's `surrogate(x)` takes data, not settings. Everything else that a step decides for all of its layers is in one
+object, which is current while the step runs:
 
     with step_context(branches=Branches(device), collector=GradientCollector()) as step:
         value, metrics = loss(x)
@@ -11,8 +11,8 @@ current while the step runs:
     current_step().on_side_stream(x)            # inside a layer
 
 Without a surrounding step the defaults hold: everything runs on the current stream, and gradients go to `.grad`. The object is
-read in the forward pass only, except `kernel_devices`. It belongs to the process and not to a thread, because autograd runs
-backward passes on threads of its own.
+read in the forward pass only, except `kernel_devices`. It belongs to the process, not to a thread, because autograd runs
+backward passes on its own threads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Precision = Literal["float32", "tf32", "bf16"]
 
 @dataclass(frozen=True)
 class StepContext:
-    """What the layers of a step share.
+    """Settings and resources shared by the layers of a step.
 
     branches:        streams for work that nothing waits for yet; None keeps everything on the current stream.
     collector:       where fused layers leave their weight gradients as factors; None makes them ordinary gradients.
@@ -51,7 +51,7 @@ class StepContext:
     kernel_devices: tuple[str, ...] = ("cuda",)
 
     def on_side_stream(self, *reads: Tensor, recorded: bool = False) -> AbstractContextManager[Any]:
-        """A block that runs on another stream, if the step has any; `join` before you use its results.
+        """Context manager that runs its block on a side stream, if the step has any. Call `join` before you use the results.
 
         reads:     tensors that the block reads; they are kept alive until `join`.
         recorded:  whether autograd records what the block does.
@@ -59,12 +59,12 @@ class StepContext:
         return nullcontext() if self.branches is None else self.branches.on_side_stream(reads, recorded)
 
     def join(self) -> None:
-        """Makes the current stream wait for all work that was done beside it."""
+        """Makes the current stream wait for all work on side streams."""
         if self.branches is not None:
             self.branches.join()
 
     def collector_for(self, *weights: Tensor) -> GradientCollector | None:
-        """Where a layer leaves its gradients for these weights; None if it returns them to autograd."""
+        """The collector for a layer's gradients for these weights; None if the layer returns them to autograd."""
         trained = all(isinstance(weight, nn.Parameter) and weight.requires_grad for weight in weights)
         return self.collector if trained else None
 
@@ -85,7 +85,7 @@ def current_step() -> StepContext:
 
 @contextmanager
 def step_context(**changes: Any) -> Iterator[StepContext]:
-    """A block in which the current step has these fields changed."""
+    """Context manager that changes these fields of the current step, and yields the step."""
     global _current
     before, _current = _current, replace(_current, **changes)
     try:

@@ -14,11 +14,11 @@ import torch
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, *, pool: Any = None, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Records the device work of the block into the graph instead of running it. Other threads may synchronize meanwhile.
+    """Context manager that records the device work of its block into the graph instead of running it.
 
-    cuBLAS keeps a workspace for the next product on the same stream. It is cleared before the capture, so that the workspace
-    allocated inside belongs to the graph, and again afterwards, so that nothing else uses it: graphs may replay at the same time,
-    and a graph must not use memory that is freed when another one is captured.
+    Other threads may synchronize meanwhile. cuBLAS keeps a workspace for the next product on the same stream. It is cleared
+    before the capture, so that the workspace allocated inside belongs to the graph, and again afterwards, so that nothing else
+    uses it: graphs may replay at the same time, and a graph must not use memory that is freed when another one is captured.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:
@@ -58,7 +58,7 @@ _collection_pause = _CollectionPause()
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Pauses automatic garbage collection within the block, which may run in several threads at once.
+    """Context manager that pauses garbage collection within its block, which may run in several threads at once.
 
     Destroying an older graph during a capture would invalidate that capture (pytorch/pytorch#161037).
     """
@@ -71,7 +71,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def waiting_is_an_error() -> Iterator[None]:
-    """Raises RuntimeError when code in the block waits for a CUDA device."""
+    """Context manager that raises RuntimeError if code in its block waits for a CUDA device."""
     before = torch.cuda.get_sync_debug_mode()
     try:
         with warnings.catch_warnings():
@@ -84,7 +84,7 @@ def waiting_is_an_error() -> Iterator[None]:
 
 @contextmanager
 def generator_kept(device: torch.device) -> Iterator[None]:
-    """Restores the device's default random generator if a capture in the block fails.
+    """Context manager that restores the device's default random generator if a capture in its block fails.
 
     A failed capture may leave the generator in capture mode, where it refuses every draw outside of a capture.
     """

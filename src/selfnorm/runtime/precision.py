@@ -27,7 +27,7 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 @contextmanager
 def precision(value: Precision) -> Iterator[None]:
-    """Sets the precision of products within the block and restores the previous one afterwards.
+    """Context manager that sets the precision of products, and restores the previous one afterwards.
 
     float32:  full precision everywhere.
     tf32:     on CUDA, inputs of float32 products are rounded to TF32 (10 bits of mantissa) and summed in float32; no effect on
@@ -65,14 +65,14 @@ def convolutions_in_tf32() -> bool:
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Turns off rounding of products within the block: for small differences of large numbers, such as I − RW."""
+    """Context manager that turns off rounding of products: for small differences of large numbers, such as I − RW."""
     with _rounding(False):
         yield
 
 
 @contextmanager
 def _rounding(to_tf32: bool) -> Iterator[None]:
-    """Allows or forbids TF32 for products and convolutions within the block.
+    """Context manager that allows or forbids TF32 for products and convolutions.
 
     Torch has an old and a new setting. Writing the old one also sets the new one; after the new one is written, torch refuses to
     read the old one.

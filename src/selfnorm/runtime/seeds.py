@@ -1,4 +1,4 @@
-"""Random generators on the host that follow from a device's."""
+"""Random generators on the host, derived from a generator on a device."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 class HostGenerators:
     """CPU generators for numbers that the host must know, without waiting for the device's generator to draw them.
 
-    Each one follows from the given generator's seed, the step and the number of earlier uses in that step. So it repeats neither
-    the device's numbers nor its own, from layer to layer or from step to step, and a resumed run gets the same ones.
+    Each one depends on the given generator's seed, the step and the number of earlier uses in that step. So no numbers repeat,
+    neither the device's nor those of other layers or steps, and a resumed run gets the same ones.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class HostGenerators:
         self._step, self._uses = step, 0
 
     def derive(self, generator: torch.Generator | None) -> torch.Generator | None:
-        """A new CPU generator; None, for torch's own, if there is none to follow."""
+        """A new CPU generator; None, for torch's own, if no generator was given."""
         if generator is None:
             return None
         self._uses += 1

@@ -1,9 +1,9 @@
-"""`Branches`: CUDA streams for work beside the main line of a step, so that it fills the card while nothing waits for it.
+"""`Branches`: CUDA side streams, for work that can run in parallel with a step's main stream.
 
-They are meant for captured graphs, where they become branches of the graph. Outside of a graph, memory that one stream gives back
-could be reused by another too early; inside, whatever a branch reads is held until `join`. Autograd runs a node's backward pass
-on the stream of its forward pass. Work that autograd records therefore gets streams of its own: its backward node may start
-before the main line has finished reading.
+They are meant for captured graphs, where they become branches of the graph. Outside of a graph, memory that one stream frees
+could be reused by another too early; inside, all tensors that a branch reads are held until `join`. Autograd runs a node's
+backward pass on the stream of its forward pass. Work that autograd records therefore gets separate streams: its backward node may
+start before the main stream has finished reading.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STREAMS = 8
 
 @cache
 def _streams(device: torch.device, recorded: bool) -> list[torch.cuda.Stream]:
-    """Streams shared by all branches of a device: torch has only 32, and a captured graph does not care which they were."""
+    """Streams shared by all branches of a device: torch has only 32, and a captured graph does not depend on which were used."""
     return [torch.cuda.Stream(device) for _ in range(STREAMS)]
 
 
@@ -36,7 +36,7 @@ class Branches:
 
     @contextmanager
     def on_side_stream(self, reads: tuple[Tensor, ...], recorded: bool) -> Iterator[None]:
-        """A block on the next stream, which first waits for everything queued on the current one."""
+        """Context manager that runs its block on the next stream, which first waits for all work queued on the current one."""
         streams = _streams(self._device, recorded)
         stream = streams[len(self._used) % STREAMS]
         stream.wait_stream(torch.cuda.current_stream())
@@ -54,7 +54,7 @@ class Branches:
 
 @contextmanager
 def branching(branches: Branches | None, *, joined: bool = True) -> Iterator[StepContext]:
-    """A block in which the current step has these branches; they are joined at its end, unless `joined` is False."""
+    """Context manager that gives the current step these branches, and joins them at the end unless `joined` is False."""
     with step_context(branches=branches) as step:
         yield step
         if joined:

@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def cpu_threads(number: int | None) -> Iterator[None]:
-    """Runs the block with this number of CPU threads and restores the previous number afterwards; None changes nothing."""
+    """Context manager that sets the number of CPU threads, and restores it afterwards; None changes nothing."""
     before = torch.get_num_threads()
     torch.set_num_threads(number or before)
     try:

@@ -1,1 +1,1 @@
-"""Training: the step, the loop around it, and what it leaves on disk."""
+"""Training: the step, the loop around it, and the files of a run."""

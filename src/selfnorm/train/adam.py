@@ -1,19 +1,19 @@
-"""Adam: the one place where weights change, and the flags that decide whether they may.
+"""Adam: the only code that changes weights, and the flags that decide whether it may.
 
 A training step never waits for the device, so it cannot stop when a loss is not finite. Flags on the device do that instead. Each
 is a float32 scalar, 0 or 1:
 
-    failed         a step had a non-finite loss or gradient. From that step on no weight changes, so that the weights are still
-                   those that failed.
+    failed         a step had a non-finite loss or gradient. From that step on no weight changes, so the weights that
+                   failed are kept.
     lost           a tracked inverse is too far off to give a gradient (`layers.tracked`). The steps after that change no weight,
                    until the loop has settled the trackers and calls `clear_lost`; they are then taken again.
     late_failure   an update found a non-finite gradient while it multiplied it (`kernels.dense.adam`). The other weights have
                    taken that step by then. The next update moves this flag to `failed`, and the step is not counted.
-    frozen         max(failed, lost): what the updates themselves look at.
+    frozen         max(failed, lost): the flag that the updates read.
 
 The loop reads `failed` and `lost` when it waits for the device anyway. `step` counts the updates that changed weights.
 
-On a GPU a dense layer's gradient arrives as factors (`runtime.gradients`), and one kernel multiplies and applies it. All other
+On a GPU a dense layer's gradient arrives as factors (`runtime.collector`), and one kernel multiplies and applies it. All other
 parameters take torch's fused Adam.
 """
 
@@ -60,7 +60,7 @@ def moments_of(optimizer: torch.optim.Adam, parameter: Tensor) -> Moments:
 
 
 def steps_taken(optimizer: torch.optim.Adam) -> int:
-    """How many updates changed the weights, by Adam's own count."""
+    """The number of updates that changed the weights, by Adam's own count."""
     return max((int(state["step"]) for state in optimizer.state.values()), default=0)
 
 
@@ -101,10 +101,10 @@ def update_from_factors(gradient: FactoredGradient, moments: Sequence[Moments], 
 
 @torch.no_grad()
 def _update_plainly(parameter: nn.Parameter, gradient: Tensor, moments: Moments, adam: AdamArguments) -> None:
-    """The kernels' update in plain PyTorch: the reference, and what runs where they do not fit."""
+    """The kernels' update in plain PyTorch: the reference, used where the kernels do not fit."""
     average, square, step = moments
     squared = gradient.square()
-    fine = squared + (parameter - parameter) < torch.inf  # a NaN is not
+    fine = squared + (parameter - parameter) < torch.inf  # false for NaN, too
     live = adam.frozen == 0
     changed = fine & live
     corrections = [1 - beta ** step.double() for beta in adam.betas]
@@ -133,7 +133,7 @@ class GuardedAdam:
         self._one = zeros(()) + 1
 
     def clear_lost(self) -> None:
-        """Takes `lost` down, and `failed` with it: a step that changed nothing will fail again if it was no accident."""
+        """Clears `lost` and `failed`: the steps that changed nothing are repeated, and raise `failed` if they fail again."""
         self.flags.lost.zero_()
         self.flags.failed.zero_()
 
@@ -142,7 +142,7 @@ class GuardedAdam:
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def note_lost(self, residuals: Tensor, limits: Tensor) -> None:
-        """Raises `lost` unless each residual is below its limit, which a NaN is not."""
+        """Raises `lost` unless each residual is below its limit; a NaN raises it, too."""
         if usable(self.flags.lost):
             from selfnorm.kernels.dense.adam import note_lost
 
@@ -170,7 +170,7 @@ class GuardedAdam:
         torch._amp_foreach_non_finite_check_and_unscale_([*checked, value], self.flags.failed, self._one)
 
     def begin(self, *, advance: bool = True, loss: Tensor | None = None, gradients: Sequence[Tensor] = ()) -> None:
-        """Sets `frozen` and counts the update that follows; a failure inside the update before is first seen here.
+        """Sets `frozen` and counts the update that follows; a failure inside the previous update is first noticed here.
 
         advance:          whether an update follows.
         loss, gradients:  to check now, if `check` was not called.
@@ -199,7 +199,7 @@ class GuardedAdam:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _update_others(self, rate: Tensor) -> None:
-        """What the optimiser's own step would do for all parameters with a gradient, without the counting."""
+        """The optimiser's own step for all parameters with a gradient, without counting it."""
         updated = [(parameter, parameter.grad, *self._moments(parameter)) for parameter in self.parameters]
         updated = [each for each in updated if each[1] is not None]
         if not updated:

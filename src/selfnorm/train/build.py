@@ -15,7 +15,7 @@ from selfnorm.train.recipe import Recipe
 
 
 def build_flow(recipe: Recipe, shape: tuple[int, ...], levels: int | None) -> Flow:
-    """The recipe's flow for examples of a shape, in float32, initialised from its seed. It leaves torch's random state alone."""
+    """The recipe's flow for examples of a shape, in float32, initialised from its seed. torch's random state stays unchanged."""
     chosen = recipe.architecture
     with torch.random.fork_rng(devices=[]), _single_precision():
         torch.manual_seed(recipe.optimiser.seed)

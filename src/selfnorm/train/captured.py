@@ -1,9 +1,9 @@
-"""`CapturedStep`: training steps as CUDA graphs, since launching a small step takes the host longer than running it the device.
+"""`CapturedStep`: training steps as CUDA graphs, since launching the kernels of a small step takes longer than running them.
 
 One graph makes the batches of a whole block of steps: it gathers, augments and dequantises them, and sends them through the
 leading layers that have no parameters. Another graph holds several training steps: loss, backward pass, clipping, Adam, trackers,
 multipliers. Learning rates, λ, counters and flags are tensors on the device; the host sets them and launches the next replay. It
-sets seeds in the same way, so that a step has the same noise as the eager step.
+also sets the seeds, so that a step has the same noise as the eager step.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def can_be_captured(loss: Loss, batches: TrainingBatches) -> bool:
 
 
 class CapturedStep:
-    """A `Step` that takes several steps a call and never waits for the device. On a CPU it runs without graphs, for tests."""
+    """A `Step` that takes several steps per call and never waits for the device. On a CPU it runs without graphs, for tests."""
 
     def __init__(self, loss: Loss, optimizer: torch.optim.Adam, batches: TrainingBatches, clip: float | None) -> None:
         self.loss, self.optimizer, self.batches = loss, optimizer, batches
         self.front, self._rest = loss.flow.split_front()
-        # Large parameters first: torch's kernels for many tensors take some 36 of them a launch and 65,536 numbers a processor,
-        # so that small tensors between large ones would leave most of the card idle.
+        # Large parameters first: torch's kernels for many tensors take some 36 of them per launch and 65,536 numbers per
+        # processor, so small tensors between large ones would leave most of the card idle.
         trained = (parameter for parameter in loss.parameters() if parameter.requires_grad)
         self._adam = GuardedAdam(optimizer, sorted(trained, key=Tensor.numel, reverse=True), clip)
         self.failed, self.lost = self._adam.flags.failed, self._adam.flags.lost
@@ -168,7 +168,7 @@ class CapturedStep:
         self.mark("end")
 
     def _after_step(self, metrics: Metrics, generator: torch.Generator | None) -> None:
-        """Moves multipliers and trackers; the trackers each on a branch of its own."""
+        """Updates multipliers and trackers, each tracker on a separate branch."""
         metrics = errors_if_updated(self.loss, metrics, self._adam.flags.frozen)
         with branching(self._tracker_branches if self._graphs.capturing else None, joined=False):
             self.loss.after_step(metrics, generator=generator)
@@ -176,7 +176,7 @@ class CapturedStep:
             self._wait_for_trackers()
 
     def _wait_for_trackers(self) -> None:
-        """Joins the trackers of the step before, and raises `lost` if one of them could not keep up."""
+        """Joins the trackers of the previous step, and raises `lost` if one of them could not keep up."""
         if self._trackers:
             self._tracker_branches.join()
             self._adam.note_lost(self._residuals, self._limits)
@@ -227,7 +227,7 @@ class _Graphs:
             with capturing(graph, pool=self._pool):
                 work()
         except RuntimeError as error:
-            cause = str(error.__context__ or error).splitlines()[0]  # the first error; ending the capture raises another
+            cause = str(error.__context__ or error).splitlines()[0]  # the first error; ending the capture raises a second one
             raise RuntimeError(
                 f"expected a training step that can be captured as a CUDA graph, got one in which the host waits or that still "
                 f"refers to an earlier backward pass ({cause}); --set graphs=false trains without graphs"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class RunProgress:
-    """How far a run has come; stored in its checkpoints."""
+    """The progress of a run; stored in its checkpoints."""
 
     step: int = 0  # steps taken
     validated: int = 0  # step of the last validation

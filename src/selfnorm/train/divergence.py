@@ -1,4 +1,4 @@
-"""What to say when training diverges: where it began, and what to try."""
+"""Messages about a divergence: where it began, and what to try."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def diagnosis(loss: Loss, batches: TrainingBatches, epoch: int, index: int) -> s
 
 
 def advice(loss: Loss, rollbacks: int) -> str:
-    """What to try after a divergence; `rollbacks` is how many there were."""
+    """Advice after a divergence and this many rollbacks."""
     weights = sorted(set(loss.penalty.reconstruction_weight.tolist()))
     if not weights:
         return "Try a gradient clip or a smaller learning_rate; no layer learns its inverse, so a rollback has no λ to raise"

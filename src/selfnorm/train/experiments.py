@@ -47,7 +47,7 @@ _MNIST_CONV = Recipe(
     architecture=ArchitectureSettings("conv", kernel_size=3),
     evaluation=EvaluationSettings(validate_every=5),
 )
-# The authors jitter MNIST for the self-normalizing Glow, even in the test; here both Glows get it, in training alone.
+# The authors jitter MNIST for the self-normalizing Glow, even in the test; here both Glows get it, only in training.
 _MNIST_GLOW = Recipe(
     "mnist-glow-snf",
     "table 1: 575.4 ± 1.4 nats",
@@ -171,7 +171,7 @@ def recipe_for(data: str, shape: tuple[int, ...], examples: int, max_steps: int 
     if len(shape) == 3 and dimensions > 256 and shape[1] % 4 == 0 and shape[2] % 4 == 0:
         glow = common.changed(model="glow", blocks=2, steps_per_block=8, hidden=64, standardize=False)
         return glow.changed(reconstruction_weight=100.0, init_examples=100)
-    # Rotations mix a few columns at once; among many, each of its own scale and shape, the identity was the better start.
+    # Rotations mix a few columns at once; with many columns of different scales and shapes, the identity was the better start.
     few = dimensions <= 4
     table = common.changed(layers=5, activation="spline", rotate=few, threads=1 if dimensions <= 256 else None)
     return table.changed(bins=16, learning_rate=5e-3, layers=8) if few else table

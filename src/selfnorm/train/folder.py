@@ -54,7 +54,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Locks the run for other processes within the block. The lock is released even if the process is killed."""
+        """Context manager that locks the run against other processes. The lock is released even if the process is killed."""
         with (self.path / ".lock").open("a") as file:
             if fcntl is not None:
                 try:

@@ -86,7 +86,7 @@ class Trainer:
 
     @property
     def flow(self) -> Flow:
-        """The flow as it is now."""
+        """The flow with its current weights."""
         return self.loss.flow
 
     @property
@@ -203,7 +203,7 @@ class Trainer:
 
     def _end_epoch(self, epoch: int, rate: float) -> None:
         steps = self.batches.steps_per_epoch
-        # Of all steps at once, so that the result does not depend on how many came in a call.
+        # Of all steps at once, so that the result does not depend on the number of steps per call.
         surrogate, *reconstruction = self._metrics.double().mean(0).tolist()
         # After the reads above, which wait for the device.
         step_seconds = None if self._epoch_at is None else (time.monotonic() - self._epoch_at) / steps
@@ -344,7 +344,7 @@ class Trainer:
             known = checkpoint.part("epoch.").get("metrics", self._metrics[:0])  # older checkpoints had only their sums
             self._metrics[: len(known)] = known.to(self.device)
         except (TypeError, KeyError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{self.recipe.name}: expected the checkpoint of such a run, got another ({error})") from None
+            raise ValueError(f"{self.recipe.name}: expected a checkpoint of this recipe, got a different one ({error})") from None
         self.progress.__dict__.update(progress.__dict__)
         self._epoch_at = None
         self._step = self._make_step(self.loss, self.optimizer)

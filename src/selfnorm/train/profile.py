@@ -1,7 +1,7 @@
-"""`profile`: where a training step's time goes, by layer, forward and backward, and by what else a step does.
+"""`profile`: where a training step's time goes, by layer, forward and backward, and by the other parts of a step.
 
 Marks divide a step into pieces; each names the piece that begins there. Around layers they are nodes of the autograd graph, so
-that the backward pass meets them, too. On a GPU a mark is an event inside the captured graph, read after replays; on a CPU it
+that the backward pass reaches them, too. On a GPU a mark is an event inside the captured graph, read after replays; on a CPU it
 reads the clock.
 """
 
@@ -28,7 +28,7 @@ ROUNDS = 20
 
 
 class Piece(NamedTuple):
-    """A part of a step: a layer by its place and kind, or something else a step does, which has no backward."""
+    """A part of a step: a layer, by its place and kind, or something else, which has no backward pass."""
 
     place: str
     kind: str
@@ -82,7 +82,7 @@ class _Mark(torch.autograd.Function):
 
 @contextmanager
 def marked(flow: Flow, marks: Marks, *, without: Bijection) -> Iterator[None]:
-    """A block in which every layer of the flow lies between two marks, except those that `without` holds."""
+    """Context manager that puts every layer of the flow between two marks, except the layers in `without`."""
     names = {
         id(layer): name
         for name, layer in flow.bijection.named_modules()

@@ -38,14 +38,14 @@ class Range:
 
 Count = Annotated[int, Range(1)]
 CountOrZero = Annotated[int, Range(0)]
-ModelSize = Annotated[int, Range(1, 65_536)]  # a damaged file may ask for more than memory holds
+ModelSize = Annotated[int, Range(1, 65_536)]  # a damaged file may ask for more than fits in memory
 NonNegative = Annotated[float, Range(0)]
 Positive = Annotated[float, Range(0, exclusive=True)]
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """What the flow is trained on."""
+    """The data to train on."""
 
     source: str = "digits"  # a built-in data set, or the path of a file or of a folder of images
     folder: str | None = None  # where a built-in set's files are; by default $SELFNORM_DATA, otherwise they are downloaded
@@ -56,7 +56,7 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class ArchitectureSettings:
-    """Which flow is built."""
+    """The flow to build."""
 
     model: Literal["fc", "conv", "glow"] = "fc"
     kind: str = "selfnorm"  # of the linear, convolutional or mixing layers; `MODEL_KINDS` lists what each model knows
@@ -76,7 +76,7 @@ class ArchitectureSettings:
 
 @dataclass(frozen=True)
 class ObjectiveSettings:
-    """What is minimised, and how learned inverses are kept close to the exact ones."""
+    """The loss to minimise, and how learned inverses are kept close to the exact ones."""
 
     penalty: Literal["fixed", "geco", "mdmm"] = "fixed"
     # λ. fixed: of the summed squared error; geco, mdmm: the initial λ, of the squared error per dimension.

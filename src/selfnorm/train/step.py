@@ -15,7 +15,7 @@ from selfnorm.train.adam import errors_if_updated, update_eagerly
 
 
 def no_mark(begins: str, kind: str = "", backward: bool = False) -> None:
-    """What a step calls as its parts begin, unless it is being profiled."""
+    """Does nothing: a step calls it where its parts begin, unless it is being profiled."""
 
 
 class Step(Protocol):
@@ -33,20 +33,20 @@ class Step(Protocol):
     losses: Tensor
 
     def steps_per_call(self, index: int) -> int:
-        """How many steps a call at this step of an epoch takes."""
+        """The number of steps that a call at this step of an epoch takes."""
         ...
 
     def __call__(self, epoch: int, index: int, *rates: float) -> Metrics:
-        """Takes the steps from `index` on, one for each learning rate; returns their metrics, a row for each."""
+        """Takes the steps from `index` on, one for each learning rate; returns their metrics, one row per step."""
         ...
 
     def clear_lost(self) -> None:
-        """Takes `lost` down."""
+        """Clears `lost`."""
         ...
 
 
 class EagerStep:
-    """Batch, loss, backward pass, clipping, Adam, one operation after another: the reference, and what a CPU runs."""
+    """One step at a time, one operation after another: the reference, for a CPU and for a GPU without graphs."""
 
     def __init__(self, loss: Loss, optimizer: torch.optim.Adam, batches: TrainingBatches, clip: float | None) -> None:
         self.loss, self.optimizer, self.batches, self.clip = loss, optimizer, batches, clip
@@ -82,7 +82,7 @@ class EagerStep:
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         if self.clip is not None:
             nn.utils.clip_grads_with_norm_(self._parameters, self.clip, norm)
-        self.failed = torch.where(norm + value.abs() < torch.inf, self.failed, self._raised)  # a NaN is below nothing
+        self.failed = torch.where(norm + value.abs() < torch.inf, self.failed, self._raised)  # false for NaN, too
         self.mark("Adam")
         update_eagerly(self.optimizer, learning_rate, self.failed)
         self.mark("trackers, multipliers")

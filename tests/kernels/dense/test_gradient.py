@@ -13,7 +13,7 @@ TILES = [GradientTiles(32, 64, 32, 4, 2), GradientTiles(16, 16, 16, 4, 2), Gradi
 
 
 def expect_float64(device, examples, features, scale, transposed, by, factor=-0.5):
-    # Each matrix but one lies in memory as it should not.
+    # All matrices but one have an unfavourable memory layout.
     a = torch.randn(features, examples, dtype=torch.float32, device=device).mT
     b = torch.randn(examples, 2 * features, dtype=torch.float32, device=device)[:, ::2]
     M = torch.randn(features, features, dtype=torch.float32, device=device).mT

@@ -46,7 +46,7 @@ def close(got, expected, scale=1.0):
 
 
 def moved(name, device, by=0.02):
-    """A layer whose weight has gone a little further than its inverse, in float32, and the shape of its examples."""
+    """A layer whose weight has moved a little away from its inverse, in float32, and the shape of its examples."""
     build, shape = LAYERS[name]
     layer = build()
     with torch.no_grad():
@@ -123,7 +123,7 @@ def test_a_matrix_of_more_numbers_than_32_bits_count():
 
 @pytest.mark.parametrize("size", [1, 3, 31, 64, 101])
 def test_the_error_of_a_matrixs_inverse(device, kernels, size):
-    """Far nearer than by TF32, which would be off by 5e-4; in Python the pairs are cut instead of rounded."""
+    """Far closer than with TF32, which would be off by 5e-4; in Python the pairs are cut instead of rounded."""
     R, W = single(device, size, size), single(device, size, size)
     expected = torch.eye(size).to(device) - R.double() @ W.double()
     error, squares = error_of_matrix(R.mT.contiguous().mT, W.mT.contiguous().mT)
@@ -174,7 +174,7 @@ def test_kernels_are_used_and_change_the_inverse_in_place(device, kernels, monke
     assert layer.weight_inv.is_contiguous()
     layer.after_step()
     assert called and layer.weight_inv.data_ptr() == place
-    layer.weight_inv = layer.weight_inv.mT.contiguous().mT  # which kernels do not take
+    layer.weight_inv = layer.weight_inv.mT.contiguous().mT  # a layout that kernels do not accept
     layer.after_step()
     assert len(called) == 1
     for bad in (lambda R: error_of(R), lambda R: follow(R, R, R[0], layer.residual, 1.0)):
@@ -208,7 +208,7 @@ def test_the_convolution_and_its_gradients(device, kernels, name, examples):
     ("channels", "size", "sides"), [(1, (33, 32), (3, 3)), (4, (6, 5), (5, 3)), (9, (3, 4), (3, 3))], ids=str
 )
 def test_the_sums_over_taps(device, kernels, channels, size, sides):
-    """Long ones that take more than a step, and more of them than one for a program."""
+    """Long ones that take several steps, and more of them than one per program."""
     w = single(device, channels, channels, *sides).double().requires_grad_()
     R = single(device, *2 * (channels * math.prod(size),))
     (expected,) = torch.autograd.grad((dense_matrix(w, size, Geometry()) * R.double().mT).sum(), w)

@@ -57,7 +57,7 @@ def check(layer, x, grad_z, grad_log_det, slack=3e-6):
         (3, (70,), 2),
         (20, (9,), 3),
         (9, (5,), 16),
-        (270, (1,), 3),  # several programs an element backward, several examples a program forward
+        (270, (1,), 3),  # several programs per element backward, several examples per program forward
     ],
 )
 def test_values_and_gradients(device, examples, shape, bins):
@@ -144,7 +144,7 @@ def test_what_the_kernels_leave_alone(device, monkeypatch):
     """The exact paths, an empty batch and very many bins are plain; a second derivative is refused."""
     layer, x = spline(device, (4,), 16), batch(device, 3, 4)
     z, log_det, _ = layer.surrogate(x.requires_grad_())
-    with pytest.raises(RuntimeError, match="no derivative of its own"):
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         torch.autograd.grad(z.sum() + log_det.sum(), x, create_graph=True)
     with pytest.raises(ValueError, match=r"SplineActivation\(.*\): expected an input of shape \(N, 4\), got \(3, 2\)"):
         layer.surrogate(x[:, :2])
@@ -154,7 +154,7 @@ def test_what_the_kernels_leave_alone(device, monkeypatch):
 
     monkeypatch.setattr(kernel, "spline", refuse)
     monkeypatch.setattr(kernel, "spline_inverse", refuse)
-    layer(x), layer.inverse(x), layer.approx_inverse(x)  # whose gradient somebody may want
+    layer(x), layer.inverse(x), layer.approx_inverse(x)  # their gradients may be needed
     assert layer.surrogate(x[:0]).z.shape == (0, 4)
     assert spline(device, (4,), 17).surrogate(x).z.shape == (3, 4)
     with torch.no_grad():
@@ -219,7 +219,7 @@ def test_inverse_at_knots_in_tails_and_of_any_stride(device):
 
 @torch.no_grad()
 def test_inverse_by_broken_parameters_is_nan(device):
-    """Samples are checked for it, and must not look well."""
+    """Samples are checked for NaN, which must not be hidden."""
     for name in ("widths", "heights", "slopes"):
         layer = spline(device, (3,), 5)
         getattr(layer, name)[1] = torch.nan

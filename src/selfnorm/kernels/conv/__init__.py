@@ -1,7 +1,7 @@
-"""Kernels for convolutions of small images, where a library's take longer to start than to run.
+"""Kernels for convolutions of small images, where those of a library take longer to start than to run.
 
 choice      whether they can replace PyTorch; imports no Triton
-tiles       what they share: tile sizes, products of a tile, sums of partial results
+tiles       shared helpers: tile sizes, products of a tile, sums of partial results
 plain       one convolution, with a log-determinant where it is cheap
 selfnorm    the self-normalizing convolution
 tracked     the convolution whose inverse is tracked

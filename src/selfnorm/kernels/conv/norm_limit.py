@@ -6,8 +6,8 @@ the worst frequency and P any multiple of G^(p−1), the product of all the powe
 
     ∂σ/∂w = σ·Re(ŵP e^{iθ}) / tr GP,    ∂L/∂w = g·limit/σ − (limit/σ²)·⟨g, w⟩·∂σ/∂w    for the gradient g of k, if σ > limit.
 
-One kernel has a program for each frequency, one a single program for the worst frequency, and one computes the gradient: O(HW·C³)
-in all.
+Three kernels: one with a program for each frequency, one with a single program for the worst frequency, and one for the gradient;
+O(HW·C³) in all.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def _selfnorm_conv_forward(
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, RH: tl.constexpr, RW: tl.constexpr,
     PIXELS: tl.constexpr, OUT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One image a program. r reads the z that all of the program's threads wrote, hence the barrier in between."""
+    """One image per program. r reads the z that all of the program's threads wrote, hence the barrier in between."""
     n = tl.program_id(0)
     image = n.to(tl.int64) * (C * H * W)
     out = tl.arange(0, OUT)

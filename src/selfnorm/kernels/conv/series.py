@@ -115,7 +115,7 @@ def _series_forward(
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     PIXELS: tl.constexpr, OUT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One image a program. A term reads the previous term, which all threads wrote, hence the barrier in between.
+    """One image per program. A term reads the previous term, which all threads wrote, hence the barrier in between.
 
     Terms are not unrolled: each waits for the one before it anyway, and there would be too much to compile.
     """
@@ -159,7 +159,7 @@ def _series_backward(
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     PIXELS: tl.constexpr, OUT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One image a program: s_{TERMS−1} down to s_1, and g_x. The first product reads g itself, since s_TERMS = g / TERMS."""
+    """One image per program: s_{TERMS−1} down to s_1, and g_x. The first product reads g itself, since s_TERMS = g / TERMS."""
     image = tl.program_id(0).to(tl.int64) * (C * H * W)
     out = tl.arange(0, OUT)
     source = grad_z_ptr

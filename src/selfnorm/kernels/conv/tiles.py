@@ -1,7 +1,7 @@
 """Building blocks of the convolution kernels: tile sizes, products of a tile, and sums of partial results.
 
 In the order k = (tap, input channel) a same-size convolution is a product of the kernel (C, kh·kw·C) and the patches
-A (kh·kw·C, pixels), gathered from an image that lies in the cache; the kernel's gradient is the gradient (C, pixels) times Aᵀ. A
+A (kh·kw·C, pixels), gathered from an image in the cache; the kernel's gradient is the gradient (C, pixels) times Aᵀ. A
 program computes a tile of `PIXELS` pixels and all channels, `DEPTH` of k at a time: some taps with all their channels, padded to
 `WIDTH`. With a single channel there is no product: a tile has one row, and taps are added up one by one. Zero padding, no
 dilation, no groups. Tiles have the images' layout, pixels last, and too few rows for the matrix units that work on a group of
@@ -10,7 +10,7 @@ warps, which would wait for all memory at each product.
 There are two ways to share out the work. `image_tiles`: a program processes one image, tile by tile. `batch_tiles`: all pixels of
 the batch form one long row, and a program takes one tile of it or a few.
 
-Each program stores its part of a sum over images as a row of its own, and a second kernel adds the rows in a fixed order, so that
+Each program stores its part of a sum over images as a separate row, and a second kernel adds the rows in a fixed order, so that
 results do not depend on timing.
 """
 
@@ -90,7 +90,7 @@ def kernel_sides(kernel: Tensor) -> dict[str, Any]:
 
 @triton.constexpr_function
 def unrolled(number: int, at_once: int, channels: int, products: str) -> int:
-    """The unroll factor of a loop over `number` taps or terms that takes `at_once` of them a round: all rounds or 1.
+    """The unroll factor of a loop over `number` taps or terms that takes `at_once` of them per round: all rounds or 1.
 
     Unrolled loops are faster, but long ones take the compiler minutes. A product in more than TF32 has many operations, so even a
     short loop over them spills registers to memory when unrolled: on an H200 that took 287 µs instead of 18.

@@ -1,7 +1,7 @@
 """Matrix products of the backward pass through the hidden layers, each with the ReLU's mask and the sums for small gradients.
 
-Each kernel reads and writes each of its tensors once, except for the factors of a product, which it reads once a tile. WIDEN, set
-off CUDA, converts bfloat16 to float32 before a product, since Triton's interpreter would multiply bfloat16 as integers.
+Each kernel reads and writes each of its tensors once, except for the factors of a product, which it reads once per tile. WIDEN,
+set off CUDA, converts bfloat16 to float32 before a product, since Triton's interpreter would multiply bfloat16 as integers.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def pack_weights(
         W₁ (D, 9C₁ padded), its bias, W₂ (D, D), its bias, W₃ (18C padded, D), and for the backward pass W₂ and W₃ again,
 
     the last two with neighbours along the inner axis next to each other in memory, which TF32's tensor cores need and those of
-    bfloat16 do not. A tensor that needs no cast and no new layout is returned as it is.
+    bfloat16 do not. A tensor that needs neither a cast nor a new layout is returned unchanged.
     """
     width, channels = first.shape[:2]
     changing = last.shape[0] // 2

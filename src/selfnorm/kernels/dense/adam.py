@@ -159,7 +159,7 @@ def begin_update(
 
 
 def note_lost(lost: Tensor, residuals: Tensor, limits: Tensor) -> None:
-    """Raises `lost` unless each residual (K,) is below its limit, which a NaN is not."""
+    """Raises `lost` unless each residual (K,) is below its limit; a NaN raises it, too."""
     _note_lost_kernel[(1,)](lost, residuals, limits, len(limits), BLOCK=triton.next_power_of_2(len(limits)), num_warps=1)
 
 
@@ -192,9 +192,9 @@ def _step(
     # and moments to the product's layout, and their new values back, through shared memory.
     gradient += m - m
     squared = gradient * gradient
-    fine = squared < float("inf")  # a NaN is not
+    fine = squared < float("inf")  # false for NaN, too
     live = inside & (tl.where(tl.load(frozen) == 0, 1, 0) > 0)
-    # Elements that stay are written again: a mask that differs from element to element would make stores narrow.
+    # Unchanged elements are written again: a mask that differs from element to element would make stores narrow.
     m = tl.where(fine, BETA1 * m + (1 - BETA1) * gradient, m)
     v = tl.where(fine, BETA2 * v + (1 - BETA2) * squared, v)
     tl.store(average + at, m, mask=live)
@@ -305,7 +305,7 @@ def _begin_update_kernel(
                 at = start + tl.arange(0, BLOCK)
                 gradient = tl.load(gradients[which] + at, mask=at < sizes[which], other=0.0)
                 squares += gradient * gradient
-            failure = tl.where(tl.sum(squares, axis=0) < float("inf"), failure, 1.0)  # a NaN is not
+            failure = tl.where(tl.sum(squares, axis=0) < float("inf"), failure, 1.0)  # 1 for NaN, too
     stop = tl.maximum(failure, tl.load(lost))
     if ADVANCE:
         number += 1 - stop

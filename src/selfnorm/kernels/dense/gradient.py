@@ -96,7 +96,7 @@ def factor_product(
 
 @triton.jit
 def with_free_layout(tile):
-    """The same numbers, in whatever layout suits their use: that of the matrix units' results makes slow loads and stores."""
+    """The same numbers in a layout that the compiler may choose: the layout of a product's result makes loads and stores slow."""
     same, _ = tl.split(tl.join(tile, tile))
     return same
 

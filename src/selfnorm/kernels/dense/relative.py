@@ -3,8 +3,8 @@
     bias_weights   u_n = z_n·b + 1                                         one launch, reads z
     bias_gradient  Σ_n g_z[n, :]·u_n + Σ g_log_det · b, or Σ_n g_z[n, :]   one launch, reads g_z
 
-z, g_z (N, D), b (D,), g_log_det, u (N,); float32. u depends on the forward pass only, so it can be computed beside it. A program
-sums whole rows or columns: no result depends on timing.
+z, g_z (N, D), b (D,), g_log_det, u (N,); float32. u depends on the forward pass only, so it can be computed in parallel. A
+program sums whole rows or columns: no result depends on timing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FusedRelativeLinear(torch.autograd.Function):
     """x (N, D), W (D, D), b (D,) or None -> Wx + b and zeros (N,), with the relative gradient: 3 products in 2 launches.
 
     The fourth product, W's gradient, goes to the step's collector as factors, if it has one. The part of the bias's gradient that
-    depends on the forward pass only is computed beside it.
+    depends on the forward pass only is computed in parallel to it.
     """
 
     @staticmethod

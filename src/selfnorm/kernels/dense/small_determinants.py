@@ -83,7 +83,7 @@ def _exchange(matrix_ptr, logabsdet_ptr, inverse_ptr, copies, examples, C: tl.co
     total = 0.0
     for j in range(C):
         here = tl.sum(tl.where(column == j, m, 0.0), axis=1, keep_dims=True)  # (rows, 1)
-        size = tl.where(here == here, tl.abs(here), float("inf"))  # with NaN, too, each step has a row of its own
+        size = tl.where(here == here, tl.abs(here), float("inf"))  # so that each step has a separate row even with NaN
         p = tl.max(tl.argmax(tl.where(solved < 0, size, -1.0), axis=0), axis=0)
         pivot = tl.sum(tl.sum(tl.where(row == p, here, 0.0), axis=1), axis=0)
         taken = tl.sum(tl.where(row == p, m, 0.0), axis=0, keep_dims=True)  # (1, columns)
@@ -91,7 +91,7 @@ def _exchange(matrix_ptr, logabsdet_ptr, inverse_ptr, copies, examples, C: tl.co
         m = tl.where(row == p, taken, tl.where(column == j, 0.0, m) - here * taken)
         solved = tl.where(row == p, j, solved)
         pivoted = tl.where(column == j, p, pivoted)
-        total = tl.where(total > float("-inf"), total + tl.log(tl.abs(pivot)), total)  # −∞ stays, whatever comes after
+        total = tl.where(total > float("-inf"), total + tl.log(tl.abs(pivot)), total)  # −∞ stays
     tl.store(inverse_ptr + start + pivoted * C + solved, m, mask=there)
     for first in range(0, examples, 128):
         example = first + tl.arange(0, 128)

@@ -1,15 +1,15 @@
-"""A tracked inverse R that follows W by Newton–Schulz, and the dense layer that trains with it, by kernels.
+"""Kernels of a dense layer with a tracked inverse R: the layer's training step, and Newton–Schulz, which makes R follow W.
 
-Newton–Schulz, R ← R + (I − RW)R, is two products with a pass after each:
+Newton–Schulz, R ← R + (I − RW)R, takes two products, each followed by a pass over its result:
 
-    error_of   E = I − RW in the product's own memory, and partial sums of its squares, one for each program
-    follow     residual = ‖E‖_F, R ← R + ER where residual < limit, else R as it is; a NaN is not below
+    error_of   E = I − RW, in the memory of the product, and partial sums of E², one per program
+    follow     residual = ‖E‖_F, and R ← R + ER if residual < limit; otherwise, and for NaN, R stays unchanged
 
-Each program of the second pass adds up all partial sums by itself, in a fixed order; there are a few hundred.
+Each program of the second pass adds up all of the few hundred partial sums itself, in a fixed order.
 
-E is a small difference of large numbers, for which TF32 is too coarse. Where products may be rounded to it, RW is made of three
-products of bfloat16 numbers, RW ≈ R₁W₁ + R₁W₂ + R₂W₁ with R = R₁ + R₂ and W = W₁ + W₂ to 16 bits, as a single product
-[R₁ R₁ R₂][W₁; W₂; W₁]. Float32.
+E is a small difference of large numbers, for which TF32 is too coarse. Where products may be rounded to TF32, RW is computed from
+bfloat16 numbers instead: RW ≈ R₁W₁ + R₁W₂ + R₂W₁ with R = R₁ + R₂ and W = W₁ + W₂ to 16 bits, as a single product
+[R₁ R₁ R₂][W₁; W₂; W₁]. All arguments and results are float32.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class FusedActNorm(torch.autograd.Function):
 def actnorm(x: Tensor, shift: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
     """z = (x + shift)·exp(log_scale) like x, and the log-determinant P·Σ log_scale (N,). Reads x, writes z.
 
-    x: (N, C, …) with P values a channel, dense in memory, channels first or last. shift, log_scale: (C,).
+    x: (N, C, …) with P values per channel, dense in memory, channels first or last. shift, log_scale: (C,).
     """
     examples, channels, pixels, last = _channel_dimensions(x)
     tiles = channel_tiles(examples, channels, pixels, last)

@@ -101,7 +101,7 @@ def _leaky_backward(
     e = fast_exp(-tl.abs(x))
     share = 1.0 / (1.0 + e)
     slope = alpha + (1.0 - alpha) * tl.where(x >= 0, 1.0, e) * share
-    bend = (1.0 - alpha) * (e * share) * share  # σ(x)·σ(−x), from factors of which neither cancels
+    bend = (1.0 - alpha) * (e * share) * share  # σ(x)·σ(−x), from factors without cancellation
     tl.store(grad_x_ptr + at, grad_z * slope + grad_log_det * (bend / slope), mask=mask)
 
 

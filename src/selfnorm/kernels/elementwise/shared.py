@@ -1,4 +1,4 @@
-"""What the elementwise kernels share: tiles of rows, elementary functions, and memory orders.
+"""Helpers of the elementwise kernels: tiles of rows, elementary functions, and memory orders.
 
 All elementwise kernels take float32 and sum in a fixed order, so that results are the same in every run.
 """
@@ -18,7 +18,7 @@ ENOUGH_PROGRAMS = 132
 
 
 class RowTiles(NamedTuple):
-    """How a map of (N, E) is divided: each program takes `rows` examples and `steps` times `columns` of the elements."""
+    """Division of a map of (N, E): each program takes `rows` examples and `steps` times `columns` of the elements."""
 
     rows: int
     columns: int
@@ -30,11 +30,11 @@ class RowTiles(NamedTuple):
 
 
 def row_tiles(examples: int, elements: int) -> RowTiles:
-    """One program for each example or for a few, which sums over their elements; several programs an example if few are long."""
+    """One program per example or per few examples sums over the elements; several per example if examples are few and long."""
     rows = min(next_power_of_2(cdiv(examples, 2 * ENOUGH_PROGRAMS)), 8)
     columns = min(next_power_of_2(elements), 1024 // rows)
     programs, blocks = cdiv(examples, rows), cdiv(elements, columns)
-    # Several programs an example need a second pass that adds up: only where most of the GPU would be idle otherwise.
+    # Several programs per example need a second pass that adds up: only where most of the GPU would be idle otherwise.
     splits = min(blocks, cdiv(ENOUGH_PROGRAMS, programs)) if 2 * programs < ENOUGH_PROGRAMS else 1
     return RowTiles(rows, columns, cdiv(blocks, splits), min(max(rows * columns // 128, 1), 8))
 

@@ -71,7 +71,7 @@ class FusedSpline(torch.autograd.Function):
 
 
 def spline(x: Tensor, widths: Tensor, heights: Tensor, slopes: Tensor, bound: float, smallest: float) -> tuple[Tensor, Tensor]:
-    """z (N, E) and Σ log dz/dx over each example's elements (N,). Reads x, writes z, and reads the parameters once a program.
+    """z (N, E) and Σ log dz/dx over each example's elements (N,). Reads x, writes z, and reads the parameters once per program.
 
     x: (N, E). widths, heights: raw, (E, bins). slopes: raw, (E, bins − 1). All contiguous. smallest: the least share of
     [−bound, bound] that a bin takes, and the least slope at a knot.
@@ -121,14 +121,14 @@ def spline_backward(
 
 
 def spline_inverse(z: Tensor, widths: Tensor, heights: Tensor, slopes: Tensor, bound: float, smallest: float) -> Tensor:
-    """Inverse of `spline`: x like z (N, …), without a gradient. Reads z, writes x, and reads the parameters once a program.
+    """Inverse of `spline`: x like z (N, …), without a gradient. Reads z, writes x, and reads the parameters once per program.
 
     widths, heights: raw, (…, bins). slopes: raw, (…, bins − 1). All with any strides.
     """
     shape = z.shape
     z, widths, heights, slopes = _flat(z, widths, heights, slopes)
     (examples, elements), bins = z.shape, widths.shape[1]
-    columns = min(next_power_of_2(elements), 32)  # so that one sample makes many programs, each with one memory access a row
+    columns = min(next_power_of_2(elements), 32)  # so that one sample makes many programs, each with one memory access per row
     rows = min(next_power_of_2(examples), 512 // columns)
     x = torch.empty_like(z)
     _spline_inverse[cdiv(examples, rows), cdiv(elements, columns)](
@@ -193,7 +193,7 @@ def _spline(
         ratio = mean * per_denominator
         numerator = next_slope * t * t + 2.0 * mean * q + slope * (1.0 - t) * (1.0 - t)
         tl.store(z_ptr + at, tl.where(inside, z, x), mask=mask)
-        # In this order the product stays in range however large a slope may be.
+        # In this order the product stays in range for any slope.
         total += tl.where(mask & inside, tl.log(numerator * ratio * ratio), 0.0)
     tl.store(log_det_ptr + tl.program_id(1).to(tl.int64) * N + rows, tl.sum(total, 1), mask=rows < N)
 
@@ -332,5 +332,5 @@ def _spline_inverse(
     b = height * slope - bent
     c = -mean * rise
     t = 2.0 * c / (-b - tl.sqrt(tl.maximum(b * b - 4.0 * a * c, 0.0)))
-    t = tl.where(t < 0.0, 0.0, tl.where(t > 1.0, 1.0, t))  # and a NaN stays NaN
+    t = tl.where(t < 0.0, 0.0, tl.where(t > 1.0, 1.0, t))  # NaN stays NaN
     tl.store(x_ptr + at, tl.where(inside, left + width * t, z), mask=mask)

@@ -108,5 +108,5 @@ def store_softmax_gradient(out_ptr, elements, E, softmax, of_edges, factor, BINS
 
 @triton.jit
 def add_triples(a, b, c, more_a, more_b, more_c):
-    """Sums of three numbers at a time, so that threads wait for each other once and not three times."""
+    """Sums of three numbers at a time, so that threads wait for each other once instead of three times."""
     return a + more_a, b + more_b, c + more_c
