@@ -150,7 +150,7 @@ def test_the_learned_inverse_takes_the_bias_off_first():
         assert_close(layer.approx_inverse(z), torch.einsum("oi,ni...->no...", R, z - bias))
 
 
-def test_flatten_without_a_shape_handle_flags_to_the_last_one():
+def test_flatten_without_a_shape_goes_back_to_the_last_one():
     flatten = Flatten()
     for shape in ((2, 3), (3, 2), (6,)):
         x = torch.randn(4, *shape)

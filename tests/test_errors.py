@@ -180,7 +180,7 @@ def test_split_refuses_odd_channels_and_latents():
         Split(SelfNormConv2d(1, 1)).inverse(torch.randn(2, 2, 2, 2))
 
 
-def test_split_handle_flags_to_the_last_shape_it_saw():
+def test_split_goes_back_to_the_last_shape_it_saw():
     split = Split(SelfNormConv2d(2, 3))
     for size in ((2, 6), (3, 4)):
         x = torch.randn(2, 4, *size)

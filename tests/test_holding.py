@@ -170,7 +170,7 @@ def test_debiasing_is_unbiased_for_one_probe_and_any_keep(debias, keep, draws):
     assert missed.max() < 4.5
 
 
-def test_terms_are_drawn_anew_for_every_layer_and_step(monkeypatch):
+def test_terms_are_drawn_again_for_every_layer_and_step(monkeypatch):
     drawn = []
 
     def draw(*args):

@@ -219,5 +219,10 @@ def test_a_layer_with_reconstructions_must_be_a_learned_inverse():
     class Named(Chain):
         reconstruction_names = ("0",)
 
-    with pytest.raises(ValueError, match=r"expected layer 0 to be a `linalg.learned.LearnedInverse`.*got SmoothLeakyReLU"):
+    with pytest.raises(ValueError, match=r"expected layer 0, .* to have an `example_shape`.*got SmoothLeakyReLU"):
         Loss(Flow(Named(SmoothLeakyReLU())))
+    layer = Named(SmoothLeakyReLU())
+    layer[0].example_shape = (3,)
+    Loss(Flow(layer))
+    with pytest.raises(ValueError, match=r"all of `linalg.learned.LearnedInverse`, got SmoothLeakyReLU"):
+        Loss(Flow(layer), probes=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -78,10 +77,10 @@ class Loss(nn.Module):
         self.debias, self.debias_keep = count("Loss", "debias", debias) if debias else 0, expect_probability("Loss", debias_keep)
         self.symmetric = symmetric
         for name, layer in zip(flow.reconstruction_names, self._layers(), strict=True):
-            if not is_learned_inverse(layer):
+            if not (is_learned_inverse(layer) if probes or debias or polish else hasattr(layer, "example_shape")):
                 raise ValueError(
-                    f"Loss: expected layer {name} to be a `linalg.learned.LearnedInverse`, since it has a reconstruction, "
-                    f"got {type(layer).__name__}"
+                    f"Loss: expected layer {name}, which has a reconstruction, to have an `example_shape`, and with probes, "
+                    f"debias or polish all of `linalg.learned.LearnedInverse`, got {type(layer).__name__}"
                 )
         if polish is not None:
             expect_polish(polish, self._layers())
@@ -107,7 +106,7 @@ class Loss(nn.Module):
         expect_batch(self, x)
         if len(x) == 0:
             raise ValueError("Loss: expected at least one example, got none")
-        with step_context(symmetric=True) if self.symmetric else nullcontext():
+        with step_context(symmetric=self.symmetric):
             if self._fits_kernel(flow, x):
                 return self._by_kernel(flow, x, context)
             return self._by_torch(flow, x, context, generator)

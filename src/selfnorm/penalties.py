@@ -25,6 +25,7 @@ class Penalty(nn.Module):
 
     reconstruction_weight: Tensor
 
+    @accepts_old_names(weight="reconstruction_weight")
     def __init__(self, reconstruction_weight: float) -> None:
         super().__init__()
         self._initial_weight = _positive(type(self).__name__, "reconstruction_weight", reconstruction_weight, zero=True)
@@ -33,6 +34,10 @@ class Penalty(nn.Module):
     def weight(self) -> Tensor:
         """The old name of `reconstruction_weight`."""
         return self.reconstruction_weight
+
+    @weight.setter
+    def weight(self, value: Tensor) -> None:
+        self.reconstruction_weight = value
 
     def attach(self, layers: int) -> None:
         """Makes the state for a flow with that many self-normalizing layers."""

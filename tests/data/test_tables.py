@@ -122,7 +122,7 @@ def test_bad_parquet(tmp_path, columns, message):
         read_examples(path)
 
 
-def test_parquet_that_is_none(tmp_path):
+def test_a_file_that_is_not_parquet(tmp_path):
     pytest.importorskip("pyarrow")
     with pytest.raises(ValueError, match=r"table\.parquet: expected a Parquet file, got one that cannot be read"):
         read_examples(table(tmp_path, "no parquet", "table.parquet"))

@@ -163,7 +163,7 @@ def test_a_sketch_draws_from_the_generator_it_is_given():
 
 @pytest.mark.parametrize("tracker", ["newton-schulz", "sketch"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_lost_inverse_is_factorised_again_counted_and_told(name, tracker, device):
+def test_a_lost_inverse_is_factorised_again_counted_and_reported(name, tracker, device):
     layer, _ = make(name, tracker)
     layer = moved(layer, 8.0).to(device)
     with pytest.warns(RuntimeWarning, match=rf"{type(layer).__name__}.*{tracker} cannot keep up.*\.fallbacks"):

@@ -1,9 +1,11 @@
 """Branches of a step: without any, nothing happens; with them, memory is held until the join."""
 
+import threading
+
 import pytest
 import torch
 
-from selfnorm.runtime.context import current_step, step_context
+from selfnorm.runtime.context import StepContext, current_step, step_context
 from selfnorm.runtime.streams import Branches, branching
 
 
@@ -23,7 +25,33 @@ def test_a_step_context_is_current_in_its_block_and_restored_after_an_error():
             assert current_step() is inner and inner.symmetric and inner.kernel_devices == ()
         assert current_step() is outer
         raise KeyError
-    assert current_step() is outside and not outside.symmetric
+    assert current_step() == outside and not outside.symmetric
+
+
+def test_a_thread_has_its_own_step_but_shares_precision_and_kernels():
+    """Another thread enters and leaves its contexts while this one is inside its own, in every order."""
+    inside, leave, seen = threading.Event(), threading.Event(), []
+
+    def other():
+        seen.append(current_step())
+        with step_context(collector="theirs", precision="bf16"):
+            inside.set()
+            leave.wait()
+        seen.append(current_step())
+
+    thread = threading.Thread(target=other)
+    with step_context(symmetric=True, kernel_devices=("cpu",)) as mine:
+        thread.start()
+        inside.wait()
+        assert current_step() is mine and current_step().collector is None
+    assert not current_step().symmetric and current_step().precision == "bf16"  # which holds for the process
+    leave.set()
+    thread.join()
+    assert [(step.symmetric, step.collector, step.kernel_devices) for step in seen] == [
+        (False, None, ("cpu",)),
+        (False, None, ("cuda",)),
+    ]
+    assert current_step() == StepContext()
 
 
 @pytest.mark.gpu

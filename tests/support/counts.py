@@ -5,10 +5,9 @@ Parts of one run, each with its own table, are added up by `python tests/support
 
 import argparse
 import json
-from datetime import date
 from pathlib import Path
 
-COLUMNS = ["date", "commit", "machine", "torch", "passed", "failed", "skipped", "minutes"]
+COLUMNS = ["date", "commit", "machine", "torch", "passed", "failed", "skipped", "minutes", "note"]
 SUMMED = slice(4, 8)
 TITLES = {"gpu_tests": "Tests that need a GPU", "slow_tests": "Slow tests"}
 COMMANDS = {"gpu_tests": "make gpu-test", "slow_tests": "make test-slow"}
@@ -18,7 +17,7 @@ def row_of(stats, seconds, provenance):
     """One run as a row of the table."""
     passed, failed, errors, skipped = (len(stats.get(kind, [])) for kind in ("passed", "failed", "error", "skipped"))
     facts = [provenance[key] for key in ("date", "commit", "machine", "torch")]
-    return [*facts, passed, failed + errors, skipped, round(seconds / 60, 1)]
+    return [*facts, passed, failed + errors, skipped, round(seconds / 60, 1), ""]
 
 
 def add_row(path, row):
@@ -48,13 +47,14 @@ def main():
     options.add_argument("parts", type=Path, nargs="+")
     options.add_argument("-o", "--output", type=Path, required=True)
     options.add_argument("--commit", help="if the machine did not know it")
+    options.add_argument("--note", default="", help="what the numbers do not say")
     chosen = options.parse_args()
     rows = [json.loads(path.read_text(encoding="utf-8"))["rows"][-1] for path in chosen.parts]
     if len({tuple(row[:4]) for row in rows}) != 1:
         raise SystemExit(f"counts: expected parts of one run, got {[row[:4] for row in rows]}")
     total = [round(sum(column), 1) for column in zip(*(row[SUMMED] for row in rows), strict=True)]
-    first = rows[0][:4]
-    add_row(chosen.output, [first[0] or date.today().isoformat(), first[1] or chosen.commit, *first[2:], *total])
+    day, commit, machine, torch = rows[0][:4]
+    add_row(chosen.output, [day, chosen.commit or commit, machine, torch, *total, chosen.note])
 
 
 if __name__ == "__main__":

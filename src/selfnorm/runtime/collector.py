@@ -46,8 +46,8 @@ class AdamArguments(NamedTuple):
     rate: Tensor
     frozen: Tensor
     late_failure: Tensor
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    betas: tuple[float, float]
+    eps: float
 
 
 class FactoredGradient(Protocol):

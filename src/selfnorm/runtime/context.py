@@ -10,13 +10,13 @@ object, which is current while the step runs:
 
     current_step().on_side_stream(x)            # inside a layer
 
-Without a surrounding step the defaults hold: everything runs on the current stream, and gradients go to `.grad`. The object is
-read in the forward pass only, except `kernel_devices`. It belongs to the process, not to a thread, because autograd runs
-backward passes on its own threads.
+Without a surrounding step the defaults hold: everything runs on the current stream, and gradients go to `.grad`. Each thread
+has its own context, since layers run on the thread that calls them; backward passes only read `kernel_devices`.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -75,20 +75,29 @@ class StepContext:
         return self.observer(layer, x, context)
 
 
-_current = StepContext()
+# Layers run on the thread that calls them, so each thread has its own context. Precision and kernel devices also hold for the
+# process: backward passes read them on threads of autograd's own.
+_process = StepContext()
+_thread = threading.local()
+_PROCESS_FIELDS = {"precision", "kernel_devices"}
 
 
 def current_step() -> StepContext:
-    """The step that is running, or the defaults outside of one."""
-    return _current
+    """The step that is running on this thread, or the defaults outside of one."""
+    return getattr(_thread, "context", None) or _process
 
 
 @contextmanager
 def step_context(**changes: Any) -> Iterator[StepContext]:
-    """Context manager that changes these fields of the current step, and yields the step."""
-    global _current
-    before, _current = _current, replace(_current, **changes)
+    """Context manager in whose block the current step has these fields changed."""
+    global _process
+    outside, process_before = getattr(_thread, "context", None), _process
+    shared = changes.keys() & _PROCESS_FIELDS
+    _thread.context = replace(current_step(), **changes)
+    _process = replace(_process, **{name: changes[name] for name in shared})
     try:
-        yield _current
+        yield _thread.context
     finally:
-        _current = before
+        _thread.context = outside
+        # Only these fields: another thread may have changed the others meanwhile.
+        _process = replace(_process, **{name: getattr(process_before, name) for name in shared})

@@ -88,6 +88,7 @@ def errors_if_updated(loss: Loss, metrics: Metrics, frozen: Tensor) -> Metrics:
     return metrics._replace(reconstruction=torch.where(frozen > 0, torch.nan, metrics.reconstruction))
 
 
+@torch.no_grad()
 def update_from_factors(gradient: FactoredGradient, moments: Sequence[Moments], adam: AdamArguments) -> None:
     """One step for the parameters of a factored gradient, in place: by one kernel if it fits, else in plain PyTorch."""
     matrices = [*gradient.parameters, *itertools.chain(*moments)]

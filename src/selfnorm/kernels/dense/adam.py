@@ -208,8 +208,8 @@ def _step(
 def _pair_kernel(
     W, W_average, W_square, W_step, R, R_average, R_square, R_step, towards_w, x, towards_r, z, scale, factor, rate, frozen,
     late_failure, examples, features, count, stride, BETA1: tl.constexpr, BETA2: tl.constexpr, LOG1: tl.constexpr,
-    LOG2: tl.constexpr, EPSILON: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS:
-    tl.constexpr, SUMS: tl.constexpr, ROUNDS: tl.constexpr, PRECISION: tl.constexpr,
+    LOG2: tl.constexpr, EPSILON: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    STEPS: tl.constexpr, SUMS: tl.constexpr, ROUNDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -231,27 +231,14 @@ def _pair_kernel(
     gradient_r = tl.trans(with_free_layout(gradient_r) - half * value_w)
     size, root = _corrections(W_step, rate, LOG1, LOG2)
     _step(
-        W, W_average, W_square, at, inside, value_w, m_w, v_w, gradient_w, size, root, frozen, late_failure, BETA1, BETA2, EPSILON
-    )
+        W, W_average, W_square, at, inside, value_w, m_w, v_w, gradient_w, size, root, frozen, late_failure,
+        BETA1, BETA2, EPSILON,
+    )  # fmt: skip
     size, root = _corrections(R_step, rate, LOG1, LOG2)
     _step(
-        R,
-        R_average,
-        R_square,
-        across,
-        valid,
-        value_r,
-        m_r,
-        v_r,
-        gradient_r,
-        size,
-        root,
-        frozen,
-        late_failure,
-        BETA1,
-        BETA2,
-        EPSILON,
-    )
+        R, R_average, R_square, across, valid, value_r, m_r, v_r, gradient_r, size, root, frozen, late_failure,
+        BETA1, BETA2, EPSILON,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -281,18 +268,9 @@ def _single_kernel(
 
 @triton.jit
 def _begin_update_kernel(
-    failed,
-    late_failure,
-    lost,
-    frozen,
-    step,
-    loss,
-    gradients,
-    sizes,
-    ADVANCE: tl.constexpr,
-    LOOK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    failed, late_failure, lost, frozen, step, loss, gradients, sizes,
+    ADVANCE: tl.constexpr, LOOK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     before, after = tl.load(failed), tl.load(late_failure)
     number = tl.load(step) - tl.where((after > 0) & (before == 0), 1.0, 0.0)
     failure = tl.maximum(before, after)
