@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from selfnorm import Chain, Flow, SelfNormConv2d, SelfNormLinear, SmoothLeakyReLU
+from selfnorm import Bijection, Chain, Flow, SelfNormConv2d, SelfNormLinear, SmoothLeakyReLU, Surrogate
 from selfnorm.linalg.neumann import InfiniteVarianceError, draw_terms
 from selfnorm.models import conv_flow, fc_flow
 from selfnorm.objective import VARIANCE_CHECK, Loss
@@ -230,3 +231,25 @@ def test_two_losses_of_one_flow_do_not_disturb_each_other():
 def test_what_a_loss_refuses_at_once(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_symmetric_reconstruction_survives_activation_checkpointing(reentrant):
+    class Checkpointed(Bijection):
+        reconstruction_names = ("inner",)
+
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def surrogate(self, x, *, context=None):
+            return Surrogate(*checkpoint(lambda x: tuple(self.inner.surrogate(x)), x, use_reentrant=reentrant))
+
+    torch.manual_seed(4)
+    layer = perturbed(Flow(SelfNormLinear(5))).bijection
+    x, found = torch.randn(6, 5, requires_grad=True), []
+    for bijection in (layer, Checkpointed(layer)):
+        layer.zero_grad()
+        Loss(Flow(bijection), 3.0, symmetric=True)(x)[0].backward()
+        found.append([layer.weight.grad.clone(), layer.weight_inv.grad.clone()])
+    torch.testing.assert_close(*found)

@@ -86,3 +86,18 @@ def test_lines_about_errors_and_dead_processes():
     assert death_reason(1, "a\nno space\n") == "no space"
     assert death_reason(-9, "half a li") == "killed by SIGKILL"
     assert death_reason(1, "") == "exit status 1 without a message"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="closes a stream by its number")
+@pytest.mark.parametrize("stream", [1, 2])
+def test_a_closed_standard_stream_is_no_signal(stream, tmp_path):
+    script = (
+        f"import os; os.close({stream})\n"
+        "from selfnorm.compare.worker import ForwardedStops, run_in_worker\n"
+        "from support import work\n"
+        "from pathlib import Path\n"
+        f"Path({str(tmp_path / 'kind')!r}).write_text(run_in_worker(work.talk, lambda record: None, ForwardedStops()).kind)\n"
+    )
+    path = os.pathsep.join(sys.path)
+    subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, check=True, timeout=60)
+    assert (tmp_path / "kind").read_text() == "finished"

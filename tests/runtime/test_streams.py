@@ -48,8 +48,8 @@ def test_a_thread_has_its_own_step_but_shares_precision_and_kernels():
     leave.set()
     thread.join()
     assert [(step.symmetric, step.collector, step.kernel_devices) for step in seen] == [
-        (False, None, ("cpu",)),
-        (False, None, ("cuda",)),
+        (None, None, ("cpu",)),
+        (None, None, ("cuda",)),
     ]
     assert current_step() == StepContext()
 

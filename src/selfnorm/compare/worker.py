@@ -62,6 +62,7 @@ def run_in_worker(work: Callable[[Report], object], report: Report, stop: Forwar
     The worker does not share memory, signals, standard output or standard error with this process. If this process is killed, the
     worker gets SIGTERM.
     """
+    _occupy_standard_streams()
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     outcome: Outcome | None = None
@@ -153,6 +154,15 @@ def _serve(work: Callable[[Report], object], sender: Connection[Any, Any], outpu
     except Exception as error:
         outcome = Outcome("failed", _one_line(error))
     send(outcome)
+
+
+def _occupy_standard_streams() -> None:
+    """Open the null device for closed standard streams: the worker redirects its own, and a pipe must not have their numbers."""
+    for stream in (0, 1, 2):
+        try:
+            os.fstat(stream)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it takes the lowest free number
 
 
 def _set_up_process(output: Path) -> None:

@@ -51,6 +51,10 @@ class _SelfNormalizing(KeptInverse):
     """Training of W and R together, for any shape. Abstract."""
 
     surrogate_is_exact = False
+    # Whether the reconstruction error is the mean of ‖RWx − x‖² and ‖WRz − z‖² instead of the former alone. A loss chooses
+    # through the step context. It is remembered for calls without a loss around them, such as those that activation checkpointing
+    # repeats.
+    symmetric = False
 
     @property
     def reconstruction_names(self) -> tuple[str, ...]:
@@ -58,11 +62,17 @@ class _SelfNormalizing(KeptInverse):
 
     def _plain(self, x: Tensor) -> Surrogate:
         z, log_det, reconstruction = self.self_normalize(x)
-        if current_step().symmetric:
+        if self._chosen_symmetric():
             target = z.detach()
             error = self.apply_weight(self.apply_inverse(target)) - target
             reconstruction = (reconstruction + error.square().flatten(1).sum(1, keepdim=True)) / 2
         return Surrogate(z + self.broadcast_bias(), log_det, reconstruction)
+
+    def _chosen_symmetric(self) -> bool:
+        chosen = current_step().symmetric
+        if chosen is not None:
+            self.symmetric = chosen
+        return self.symmetric
 
     def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Wx, zeros (N,) that carry the log-determinant's gradient, and ‖RWx − x‖² (N, 1)."""
@@ -91,7 +101,7 @@ class SelfNormLinear(_SelfNormalizing, DenseMap):
 
     def _fused(self, x: Tensor) -> Surrogate | None:
         step = current_step()
-        if step.symmetric or not usable(x, self.weight, self.weight_inv, self.bias):
+        if self._chosen_symmetric() or not usable(x, self.weight, self.weight_inv, self.bias):
             return None
         from selfnorm.kernels.dense.selfnorm import FusedSelfNormLinear
 
@@ -152,7 +162,7 @@ class SelfNormConv2d(_SelfNormalizing, ConvMap):
         self.check_fit("inverse_kernel_size", self.inverse_kernel_size, x)
 
     def _fused(self, x: Tensor) -> Surrogate | None:
-        if current_step().symmetric or self.geometry != Geometry():
+        if self._chosen_symmetric() or self.geometry != Geometry():
             return None
         if not usable(x, self.weight, self.weight_inv, self.bias) or not small_images(x, self.weight, self.weight_inv):
             return None

@@ -38,7 +38,7 @@ class StepContext:
     branches:        streams for work that nothing waits for yet; None keeps everything on the current stream.
     collector:       where fused layers leave their weight gradients as factors; None makes them ordinary gradients.
     precision:       of products, as set by `runtime.precision.precision`; None leaves torch's own settings.
-    symmetric:       whether self-normalizing layers also reconstruct z from Rz.
+    symmetric:       whether self-normalizing layers also reconstruct z from Rz; None leaves the choice of the last loss.
     observer:        called in place of each layer's `surrogate`, with the layer and its arguments; used for profiling.
     kernel_devices:  the device types on which Triton kernels replace plain PyTorch.
     """
@@ -46,7 +46,7 @@ class StepContext:
     branches: Branches | None = None
     collector: GradientCollector | None = None
     precision: Precision | None = None
-    symmetric: bool = False
+    symmetric: bool | None = None
     observer: Callable[..., Any] | None = None
     kernel_devices: tuple[str, ...] = ("cuda",)
 
