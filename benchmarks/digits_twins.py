@@ -24,7 +24,7 @@ from selfnorm.train.recipe import Recipe
 
 TWINS = ("digits-fc-snf", "digits-fc-exact")
 SEEDS = (0, 1, 2)
-LARGEST_DIFFERENCE = 0.3  # nats between the means
+MAX_DIFFERENCE = 0.3  # nats between the means
 
 
 def train(recipe: Recipe, dataset: Dataset) -> tuple[Likelihood, int]:
@@ -69,14 +69,14 @@ def main() -> None:
         title="Digits: a self-normalizing flow and its exact-gradient twin",
         about=(
             f"Exact test NLL in nats of the best weights by validation, over {len(dataset.test)} images with {samples} "
-            f"dequantisation samples each; lower is better. The means may differ by at most {LARGEST_DIFFERENCE} nats."
+            f"dequantisation samples each; lower is better. The means may differ by at most {MAX_DIFFERENCE} nats."
         ),
         columns=["run", *TWINS, "difference"],
         rows=rows,
         provenance=source | {"epochs": ", ".join(map(str, sorted(epochs)))},
     )
-    if abs(difference) > LARGEST_DIFFERENCE:
-        sys.exit(f"digits_twins: expected means at most {LARGEST_DIFFERENCE} nats apart, got {difference:.3f}")
+    if abs(difference) > MAX_DIFFERENCE:
+        sys.exit(f"digits_twins: expected means at most {MAX_DIFFERENCE} nats apart, got {difference:.3f}")
 
 
 if __name__ == "__main__":

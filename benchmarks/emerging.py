@@ -67,7 +67,7 @@ def solve_densely(z: Tensor, w: Tensor) -> Tensor:
 @torch.no_grad()
 def compare(shape: tuple[int, int, int], batch: int, mask: Mask, repeats: int, device: torch.device) -> list[Cell]:
     layer = AutoregressiveConv2d(shape[0], 3, bias=False, mask=mask).to(device).eval()
-    w = torch.where(layer.taps, layer.weight, 0.0).double()
+    w = torch.where(layer.tap_mask, layer.weight, 0.0).double()
     x = torch.randn(batch, *shape, dtype=torch.float64, device=device)
     z = F.conv2d(x, w, padding=1)
     candidates: dict[str, Callable[[], Tensor]] = {

@@ -20,7 +20,7 @@ from record import Cell, at_least, command, parser, record, run
 from selfnorm.report.provenance import provenance
 
 MODELS = ("mnist-fc-snf", "mnist-fc-exact", "mnist-fc-bare")
-LEAST_GAIN, LARGEST_COST = 2.0, 1.6
+MIN_GAIN, MAX_COST = 2.0, 1.6
 
 
 def one_run() -> list[float]:
@@ -57,15 +57,15 @@ def main() -> None:
         title="The fully connected step on a CPU, run by run",
         about=(
             "Milliseconds per step at D = 784, batch 100, each run in a separate process; the exact twin's time over it (target: "
-            f"at least {LEAST_GAIN:g}), and its time over its bare matrix products and Adam (target: at most {LARGEST_COST:g})."
+            f"at least {MIN_GAIN:g}), and its time over its bare matrix products and Adam (target: at most {MAX_COST:g})."
         ),
         columns=["run", *MODELS, "exact / snf", "snf / bare"],
         rows=rows,
         provenance=provenance(command=command()),
     )
-    if middle[0] < LEAST_GAIN or middle[1] > LARGEST_COST:
+    if middle[0] < MIN_GAIN or middle[1] > MAX_COST:
         sys.exit(
-            f"fc_ratio: expected medians of at least {LEAST_GAIN:g} and at most {LARGEST_COST:g}, "
+            f"fc_ratio: expected medians of at least {MIN_GAIN:g} and at most {MAX_COST:g}, "
             f"got {middle[0]:.2f} and {middle[1]:.2f}"
         )
 

@@ -39,7 +39,7 @@ RECIPES = (
     "mnist-glow-snf",
     "mnist-glow-exact",
 )
-LARGEST_DIFFERENCE, WEIGHT_NOISE = 1e-4, 1e-7
+MAX_DIFFERENCE, WEIGHT_NOISE = 1e-4, 1e-7
 Rate = Callable[[int], float]  # from the number of a step to its learning rate
 
 
@@ -104,7 +104,7 @@ def main() -> None:
         title=f"The first {chosen.steps} steps, fast and plain",
         about=(
             "The loss of the first and the last of these steps, and the largest relative difference between steps as CUDA graphs "
-            f"with fused kernels and eager steps in plain PyTorch, without TF32; {LARGEST_DIFFERENCE:g} is allowed. Then the "
+            f"with fused kernels and eager steps in plain PyTorch, without TF32; {MAX_DIFFERENCE:g} is allowed. Then the "
             "same at half the recipe's learning rate from the first step on, and the difference of plain steps from weights "
             f"changed by {WEIGHT_NOISE:g}."
         ),
@@ -119,10 +119,8 @@ def main() -> None:
         rows=rows,
         provenance=provenance(device, command=command()),
     )
-    if wrong := [row[0] for row in rows if not float(row[3] or 0) <= LARGEST_DIFFERENCE]:  # true for NaN, too
-        sys.exit(
-            f"first_steps: expected differences of at most {LARGEST_DIFFERENCE:g}, got more for {', '.join(map(str, wrong))}"
-        )
+    if wrong := [row[0] for row in rows if not float(row[3] or 0) <= MAX_DIFFERENCE]:  # true for NaN, too
+        sys.exit(f"first_steps: expected differences of at most {MAX_DIFFERENCE:g}, got more for {', '.join(map(str, wrong))}")
 
 
 if __name__ == "__main__":

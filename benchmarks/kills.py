@@ -30,7 +30,7 @@ from selfnorm.train.settings import override
 
 HALF_WRITTEN = ".*.part*"  # the temporary names of `selfnorm.runtime.files`
 SAVE_EVERY = (0.1, 0.0)  # seconds, by turns; 0 saves after each step
-LONGEST_DELAY = 1.5  # seconds of training before a kill
+MAX_DELAY = 1.5  # seconds of training before a kill
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def measure(index: int, parent: Path, moments: random.Random) -> tuple[list[Cell
     killed, whole = RunFolder(parent / f"killed-{index}"), RunFolder(parent / f"whole-{index}")
     epochs, partial = [], set()
     for kill in range(case.kills):
-        epochs.append(kill_once(index, killed.path, moments.uniform(0, LONGEST_DELAY), SAVE_EVERY[kill % len(SAVE_EVERY)]))
+        epochs.append(kill_once(index, killed.path, moments.uniform(0, MAX_DELAY), SAVE_EVERY[kill % len(SAVE_EVERY)]))
         partial |= set(killed.path.glob(HALF_WRITTEN))  # deleted by the next start
         print(f"{case.name}: killed; resumes at epoch {epochs[-1]:.2f}", flush=True)
     selfnorm("train", "--resume", str(killed.path))

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from record import Cell, parser, record
-from selfnorm.layers.exponential import LARGEST_NORM, TRAINING_TERMS, norm_bound
+from selfnorm.layers.exponential import MAX_NORM, TRAINING_TERMS, norm_bound
 from selfnorm.linalg.convmatrix import Geometry, conv_matrix, convolve, flip
 from selfnorm.report.provenance import provenance
 
 SHAPES = ((4, 14), (8, 10), (16, 7))  # channels, side
 ITERATIONS = (1, 4, 16)  # after each step
 STEPS, CHECK_EVERY = 150, 10
-PLAIN = Geometry()
+DEFAULT_GEOMETRY = Geometry()
 
 
 def worst(channels: int, side: int, iterations: int | None) -> float:
@@ -31,24 +31,26 @@ def worst(channels: int, side: int, iterations: int | None) -> float:
     optimizer = torch.optim.Adam([weight], lr=1e-3)
 
     def kernel() -> Tensor:
-        sigma = norm_bound(weight, (side, side)) if iterations is None else convolve(u / u.norm(), weight, PLAIN).norm()
-        return weight * (LARGEST_NORM / sigma.clamp_min(LARGEST_NORM))
+        sigma = (
+            norm_bound(weight, (side, side)) if iterations is None else convolve(u / u.norm(), weight, DEFAULT_GEOMETRY).norm()
+        )
+        return weight * (MAX_NORM / sigma.clamp_min(MAX_NORM))
 
     largest = 0.0
     for step in range(1, STEPS + 1):
         k, term, total = kernel(), x, x
         for i in range(1, TRAINING_TERMS + 1):
-            term = convolve(term, k / i, PLAIN)
+            term = convolve(term, k / i, DEFAULT_GEOMETRY)
             total = total + term
         optimizer.zero_grad()
         (total - target).square().mean().backward()
         optimizer.step()
         with torch.no_grad():
             for _ in range(iterations or 0):
-                u = convolve(convolve(u / u.norm(), weight, PLAIN), flip(weight), PLAIN)
+                u = convolve(convolve(u / u.norm(), weight, DEFAULT_GEOMETRY), flip(weight), DEFAULT_GEOMETRY)
             if step % CHECK_EVERY == 0:
-                matrix = conv_matrix(kernel(), (side, side), PLAIN)[0]
-                largest = max(largest, float(torch.linalg.matrix_norm(matrix, 2)) / LARGEST_NORM)
+                matrix = conv_matrix(kernel(), (side, side), DEFAULT_GEOMETRY)[0]
+                largest = max(largest, float(torch.linalg.matrix_norm(matrix, 2)) / MAX_NORM)
     return largest
 
 
@@ -63,7 +65,7 @@ def main() -> None:
         options.json,
         title="Holding the convolution exponential's norm",
         about=(
-            f"The largest true ‖T(k)‖ over its limit {LARGEST_NORM} in {STEPS} steps of Adam at 1e-3 that drive the kernel "
+            f"The largest true ‖T(k)‖ over its limit {MAX_NORM} in {STEPS} steps of Adam at 1e-3 that drive the kernel "
             "against it. The target is at most 1."
         ),
         columns=["images", *(f"power iteration, {number} a step" for number in ITERATIONS), "the bound"],

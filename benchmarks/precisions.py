@@ -21,7 +21,7 @@ from selfnorm.train.experiments import find_recipe
 from selfnorm.train.loop import Trainer
 from selfnorm.train.run import dataset_of, with_absolute_data_path
 
-LARGEST_CHANGE: dict[Precision, float] = {"float32": 0.0, "tf32": 0.1, "bf16": 1.0}  # nats
+MAX_CHANGE: dict[Precision, float] = {"float32": 0.0, "tf32": 0.1, "bf16": 1.0}  # nats
 
 
 def report(event: dict[str, Any]) -> None:
@@ -55,14 +55,14 @@ def main() -> None:
         title="One checkpoint in three precisions",
         about=(
             f"Exact test NLL in nats of {recipe.name} after {chosen.epochs} epochs, over {len(dataset.test)} images with one "
-            f"dequantisation sample each, the same for all. TF32 may change it by {LARGEST_CHANGE['tf32']:g}, "
-            f"bf16 by {LARGEST_CHANGE['bf16']:g}."
+            f"dequantisation sample each, the same for all. TF32 may change it by {MAX_CHANGE['tf32']:g}, "
+            f"bf16 by {MAX_CHANGE['bf16']:g}."
         ),
         columns=["precision", "test NLL", "±", "moved by"],
         rows=rows,
         provenance=provenance(trainer.device, command=command()) | {"epochs": str(trainer.epoch)},
     )
-    for value, most in LARGEST_CHANGE.items():
+    for value, most in MAX_CHANGE.items():
         if not abs(moved[value]) <= most:
             sys.exit(f"precisions: expected {value} to change the likelihood by at most {most:g} nats, got {moved[value]:.3f}")
 

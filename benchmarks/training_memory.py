@@ -26,7 +26,7 @@ from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
 
 RECIPES = ("mnist-fc-snf", "mnist-conv-snf")
-LARGEST_MIB = 2048
+MAX_MIB = 2048
 STAGES = ("imports", "data", "start", "training", "validation", "checkpoints")
 
 
@@ -77,15 +77,15 @@ def main() -> None:
         title="Peak memory of training on the CPU",
         about=(
             "Peak resident memory in MiB up to the end of each stage: 60,000 + 10,000 random images of MNIST's shape, an epoch "
-            f"at batch 100, one exact validation, both checkpoints. The target is below {LARGEST_MIB}."
+            f"at batch 100, one exact validation, both checkpoints. The target is below {MAX_MIB}."
         ),
         columns=["recipe", *STAGES],
         rows=rows,
         provenance=provenance(command="python benchmarks/training_memory.py"),
     )
     most = max(float(row[-1] or 0) for row in rows)
-    if most >= LARGEST_MIB:
-        sys.exit(f"training_memory: expected less than {LARGEST_MIB} MiB, got {most:.0f}")
+    if most >= MAX_MIB:
+        sys.exit(f"training_memory: expected less than {MAX_MIB} MiB, got {most:.0f}")
 
 
 if __name__ == "__main__":

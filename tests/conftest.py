@@ -10,7 +10,7 @@ import torch
 from selfnorm.bench.floor import Ceilings
 from selfnorm.kernels.dispatch import used_on
 from selfnorm.report.provenance import provenance
-from selfnorm.runtime.graphs import waiting_is_an_error
+from selfnorm.runtime.graphs import error_on_sync
 from support.benching import BRIEF
 from support.commandline import SHORT, numbers, ok, write_csv
 from support.counts import add_row, row_of
@@ -98,7 +98,7 @@ def factorisations(monkeypatch):
 @pytest.fixture
 def never_waiting():
     """Returns a context in which waiting for the device is an error."""
-    return waiting_is_an_error
+    return error_on_sync
 
 
 @pytest.fixture(scope="session")

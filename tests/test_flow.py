@@ -367,12 +367,12 @@ def test_a_surrogate_says_whether_it_is_a_likelihood():
 @pytest.mark.parametrize("levels", [None, 256])
 def test_a_flow_with_its_front_split_off_is_the_same_flow(levels):
     flow = fc_flow((1, 2, 3), levels=levels, standardize=True)
-    front, rest = flow.split_front()
-    assert not list(front.parameters())
+    preprocessing, rest = flow.split_preprocessing()
+    assert not list(preprocessing.parameters())
     assert list(rest.parameters()) == list(flow.parameters())
     assert next(iter(rest.bijection)) is next(layer for layer in flow.bijection if list(layer.parameters()))
     x = torch.rand(5, 1, 2, 3)
-    h, log_det, _ = front.surrogate(x)
+    h, log_det, _ = preprocessing.surrogate(x)
     parts, whole = rest.surrogate(h), flow.surrogate(x)
     torch.testing.assert_close(parts.log_det + log_det, whole.log_det)
     torch.testing.assert_close(parts.z, whole.z)
@@ -381,6 +381,6 @@ def test_a_flow_with_its_front_split_off_is_the_same_flow(levels):
 
 def test_a_flow_that_is_no_chain_has_nothing_in_front():
     flow = Flow(SelfNormLinear(3))
-    front, rest = flow.split_front()
-    assert len(front) == 0
+    preprocessing, rest = flow.split_preprocessing()
+    assert len(preprocessing) == 0
     assert rest is flow

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from selfnorm import Bijection, Chain, Flow, SelfNormConv2d, SelfNormLinear, SmoothLeakyReLU, Surrogate
 from selfnorm.linalg.neumann import InfiniteVarianceError, draw_terms
 from selfnorm.models import conv_flow, fc_flow
-from selfnorm.objective import VARIANCE_CHECK, Loss
+from selfnorm.objective import VARIANCE_CHECK_EVERY, Loss
 from selfnorm.runtime.context import step_context
 
 
@@ -192,7 +192,7 @@ def test_the_variance_is_looked_at_again():
     loss = Loss(Flow(SelfNormLinear(4)), debias=1)
     _, metrics = loss(torch.randn(3, 4))
     loss.after_step(metrics)
-    loss.load_state_dict(loss.state_dict() | {"steps": torch.tensor(VARIANCE_CHECK - 1)})
+    loss.load_state_dict(loss.state_dict() | {"steps": torch.tensor(VARIANCE_CHECK_EVERY - 1)})
     layer = loss.flow.bijection
     with torch.no_grad():
         layer.weight_inv.copy_(3 * torch.linalg.inv(layer.weight))

@@ -33,13 +33,13 @@ class Surrogate(NamedTuple):
 
 
 class InverseTracker(Protocol):
-    """Interface, for the training loop, of a layer whose inverse R follows W after each step; see `layers.tracked`.
+    """Interface, for the training loop, of a layer whose inverse R is updated after each step; see `layers.tracked`.
 
     residual:          ‖I − RW‖ as measured by the last `after_step`, a scalar on the device.
     largest_residual:  the residual at which R counts as lost.
     fallbacks:         how often R had to be factorised again.
-    reads_inverse_late:  whether a training step reads R only in its update, so that R may follow W during the next
-                         forward and backward pass.
+    reads_inverse_late:  whether a training step reads R only in its update, so that R may be updated during the
+                         next forward and backward pass.
     """
 
     weight_inv: Tensor
@@ -56,10 +56,10 @@ class InverseTracker(Protocol):
         ...
 
     def track(self, *, generator: torch.Generator | None = None) -> None:
-        """Lets R follow W, without waiting for the device."""
+        """Updates R for the new W, without waiting for the device."""
         ...
 
-    def settle(self) -> None:
+    def recompute_if_lost(self) -> None:
         """Factorises W if R is lost; waits for the device."""
         ...
 
@@ -83,7 +83,7 @@ class Bijection(nn.Module):
                             it is given (set `draws_after_step` if it draws any)
         reconstruction_names  if the surrogate has columns of reconstruction errors; `Loss` then expects what
                             `linalg.learned.LearnedInverse` lists. Set `surrogate_is_exact` to False as well.
-        inverse_tracker     if an inverse follows the weight in `after_step`
+        inverse_tracker     return the layer itself if `after_step` updates a stored inverse
 
     Layers inside a layer are called as `layer(x)`, so that hooks see them.
 
@@ -99,7 +99,7 @@ class Bijection(nn.Module):
 
     @property
     def inverse_tracker(self) -> InverseTracker | None:
-        """This layer as an `InverseTracker`, if its inverse follows its weight after each step."""
+        """This layer as an `InverseTracker`, if it updates a stored inverse after each step; otherwise None."""
         return None
 
     @property

@@ -19,7 +19,7 @@ from selfnorm.data.dataset import Dataset
 from selfnorm.evaluate.likelihood import evaluating
 from selfnorm.flow import Flow, Inverse
 from selfnorm.layers.affine import Standardize
-from selfnorm.runtime.checks import count
+from selfnorm.runtime.checks import positive_int
 from selfnorm.runtime.threads import cpu_threads
 from selfnorm.train.experiments import recipe_for
 from selfnorm.train.loop import Trainer
@@ -86,7 +86,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         for name, value in (("contamination", self.contamination), ("validation_fraction", self.validation_fraction)):
             if not isinstance(value, Real) or not 0 < value <= 0.5:
                 raise ValueError(f"SelfNormDensity: expected {name} in (0, 0.5], got {value!r}")
-        count("SelfNormDensity", "max_steps", self.max_steps)
+        positive_int("SelfNormDensity", "max_steps", self.max_steps)
         random = check_random_state(self.random_state)
         order = random.permutation(len(table))
         held_out = max(1, round(self.validation_fraction * len(table)))

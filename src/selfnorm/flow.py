@@ -33,11 +33,11 @@ class StandardNormal(nn.Module):
 
     def log_prob(self, z: Tensor) -> Tensor:
         """log N(z; 0, I), (N,)."""
-        self.note_shape(z)
+        self.remember_shape(z)
         dimensions = math.prod(z.shape[1:])
         return -0.5 * z.square().flatten(1).sum(1) - 0.5 * dimensions * math.log(2 * math.pi)
 
-    def note_shape(self, z: Tensor) -> None:
+    def remember_shape(self, z: Tensor) -> None:
         """Remembers the latent's shape for `sample`; raises ValueError if the shape was fixed and differs."""
         if self._fixed is not None:
             expect_shape(self, z, *self._fixed)
@@ -93,7 +93,7 @@ class Flow(nn.Module):
         return any(layer.draws_after_step for layer in self._layers().values())
 
     def inverse_trackers(self) -> dict[str, InverseTracker]:
-        """The layers whose inverse follows their weight after each step, by their path in `bijection`."""
+        """The layers that update a stored inverse after each step, by their path in `bijection`."""
         trackers = {name: layer.inverse_tracker for name, layer in self._layers().items()}
         return {name: tracker for name, tracker in trackers.items() if tracker is not None}
 
@@ -117,17 +117,17 @@ class Flow(nn.Module):
         step.join()
         return Surrogate(z, self._base_log_prob(z) + log_det, reconstruction)
 
-    def split_front(self) -> tuple[Chain, Flow]:
+    def split_preprocessing(self) -> tuple[Chain, Flow]:
         """The leading layers without parameters, and a flow of the rest; both share their layers with this flow.
 
-        Training can compute the front for many batches at once: `rest.surrogate(front(x))` is this flow's surrogate of x without
-        the front's log-determinant.
+        Training can preprocess many batches at once: `rest.surrogate(preprocessing(x))` is this flow's surrogate of x without the
+        log-determinant of the preprocessing.
         """
         if not isinstance(self.bijection, Chain):
             return Chain(), self
         trained = [next(layer.parameters(), None) is not None for layer in self.bijection]
-        front = trained.index(True) if True in trained else len(trained)
-        return Chain(*list(self.bijection)[:front]), Flow(Chain(*list(self.bijection)[front:]), self.base)
+        preprocessing = trained.index(True) if True in trained else len(trained)
+        return Chain(*list(self.bijection)[:preprocessing]), Flow(Chain(*list(self.bijection)[preprocessing:]), self.base)
 
     def encode(self, x: Tensor, *, context: Tensor | None = None) -> Tensor:
         """x → z, exact."""

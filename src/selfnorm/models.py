@@ -25,7 +25,7 @@ from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
 from selfnorm.layers.spline import SplineActivation
 from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
 from selfnorm.runtime.aliases import accepts_old_names
-from selfnorm.runtime.checks import count, event_shape
+from selfnorm.runtime.checks import event_shape, positive_int
 
 Size = int | Sequence[int]
 Kind = TypeVar("Kind")
@@ -82,9 +82,9 @@ def fc_flow(
     features = math.prod(shape)
     between = _choose_kind("fc_flow", "activation", _activations(features, alpha, bins), activation)
     body: list[Bijection] = [Flatten(shape)]
-    for index in range(count("fc_flow", "layers", layers)):
+    for index in range(positive_int("fc_flow", "layers", layers)):
         body += ([between()] if index else []) + [_rotated(make(features), features) if rotate else make(features)]
-    return Flow(Chain(*_front_end("fc_flow", shape, levels, standardize), *body), StandardNormal((features,)))
+    return Flow(Chain(*_preprocessing("fc_flow", shape, levels, standardize), *body), StandardNormal((features,)))
 
 
 def conv_flow(
@@ -109,17 +109,17 @@ def conv_flow(
     make = _choose_kind("conv_flow", "conv", CONV, conv)
     if inverse_kernel_size is not None and conv != "selfnorm":
         raise ValueError(f"conv_flow: expected no inverse_kernel_size with conv={conv!r}, which learns no inverse; leave it out")
-    channels, height, width = _image_shape("conv_flow", shape, squeezes=count("conv_flow", "blocks", blocks) - 1)
+    channels, height, width = _image_shape("conv_flow", shape, squeezes=positive_int("conv_flow", "blocks", blocks) - 1)
     body: list[Bijection] = []
     for block in range(blocks):
         if block:
             body.append(Squeeze())
             channels, height, width = 4 * channels, height // 2, width // 2
-        for _ in range(count("conv_flow", "layers_per_block", layers_per_block)):
+        for _ in range(positive_int("conv_flow", "layers_per_block", layers_per_block)):
             size = (height, width)
             body += [make(channels, kernel_size, inverse_kernel_size, size), SplineActivation((channels, *size))]
     body.pop()  # no activation after the last layer
-    return Flow(Chain(*_front_end("conv_flow", shape, levels, standardize), *body), StandardNormal((channels, height, width)))
+    return Flow(Chain(*_preprocessing("conv_flow", shape, levels, standardize), *body), StandardNormal((channels, height, width)))
 
 
 @accepts_old_names(steps="steps_per_block")
@@ -146,8 +146,8 @@ def glow(
     steps_per_block. Call `flow.initialize(x)` with a first batch before training. The latent is flat.
     """
     make = _choose_kind("glow", "mix", MIX, mix)
-    count("glow", "steps_per_block", steps_per_block)
-    size = _image_shape("glow", shape, squeezes=count("glow", "blocks", blocks))
+    positive_int("glow", "steps_per_block", steps_per_block)
+    size = _image_shape("glow", shape, squeezes=positive_int("glow", "blocks", blocks))
 
     def block(remaining: int, channels: int, height: int, width: int) -> Chain:
         channels, height, width = 4 * channels, height // 2, width // 2
@@ -159,7 +159,9 @@ def glow(
         half = channels // 2
         return Chain(*body, Split(block(remaining - 1, half, height, width), ConditionalAffine(half, half, hidden)))
 
-    return Flow(Chain(*_front_end("glow", shape, levels, standardize), *block(blocks, *size)), StandardNormal((math.prod(size),)))
+    return Flow(
+        Chain(*_preprocessing("glow", shape, levels, standardize), *block(blocks, *size)), StandardNormal((math.prod(size),))
+    )
 
 
 def _activations(features: int, alpha: float, bins: int) -> dict[str, Callable[[], Bijection]]:
@@ -173,10 +175,10 @@ def _rotated(layer: Bijection, features: int) -> Bijection:
     return layer
 
 
-def _front_end(who: str, shape: Sequence[int], levels: int | None, standardize: bool) -> list[Bijection]:
+def _preprocessing(who: str, shape: Sequence[int], levels: int | None, standardize: bool) -> list[Bijection]:
     """Returns the layers that map values in [0, levels) to the real line, and those that standardize them, as requested."""
-    front: list[Bijection] = [] if levels is None else [Affine(0.0, 1 / count(who, "levels", levels)), Logit()]
-    return [*front, Standardize(shape)] if standardize else front
+    preprocessing: list[Bijection] = [] if levels is None else [Affine(0.0, 1 / positive_int(who, "levels", levels)), Logit()]
+    return [*preprocessing, Standardize(shape)] if standardize else preprocessing
 
 
 def _choose_kind(who: str, name: str, kinds: dict[str, Kind], kind: str) -> Kind:

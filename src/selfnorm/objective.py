@@ -15,13 +15,13 @@ from selfnorm.linalg.learned import LearnedInverse, is_learned_inverse
 from selfnorm.linalg.neumann import draw_terms, expect_finite_variance, expect_probability, neumann_tail, spectral_radius
 from selfnorm.linalg.polish import expect_polish, expect_tap_mean, polish_inverse
 from selfnorm.penalties import GECO, MDMM, Fixed, Penalty
-from selfnorm.runtime.checks import count, expect_batch
+from selfnorm.runtime.checks import expect_batch, positive_int
 from selfnorm.runtime.context import step_context
 from selfnorm.runtime.seeds import HostGenerators
 
 __all__ = ["GECO", "MDMM", "Fixed", "Loss", "Metrics", "Penalty"]
 
-VARIANCE_CHECK = 100  # steps between two checks that debiasing has a finite variance
+VARIANCE_CHECK_EVERY = 100  # steps between two checks that debiasing has a finite variance
 
 
 class Metrics(NamedTuple):
@@ -72,9 +72,12 @@ class Loss(nn.Module):
         self.flow = flow
         self.penalty = penalty if isinstance(penalty, Penalty) else Fixed(penalty)
         self.penalty.attach(len(flow.reconstruction_names))
-        self.probes = count("Loss", "probes", probes) if probes else 0
-        self.polish, self.polish_every = polish, count("Loss", "polish_every", polish_every)
-        self.debias, self.debias_keep = count("Loss", "debias", debias) if debias else 0, expect_probability("Loss", debias_keep)
+        self.probes = positive_int("Loss", "probes", probes) if probes else 0
+        self.polish, self.polish_every = polish, positive_int("Loss", "polish_every", polish_every)
+        self.debias, self.debias_keep = (
+            positive_int("Loss", "debias", debias) if debias else 0,
+            expect_probability("Loss", debias_keep),
+        )
         self.symmetric = symmetric
         for name, layer in zip(flow.reconstruction_names, self._layers(), strict=True):
             if not (is_learned_inverse(layer) if probes or debias or polish else hasattr(layer, "example_shape")):
@@ -97,12 +100,12 @@ class Loss(nn.Module):
         self, x: Tensor, *, context: Tensor | None = None, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Metrics]:
         """The loss of a batch, and its parts. Probes are drawn from `generator`."""
-        return self.without_front(self.flow, x, context=context, generator=generator)
+        return self.of_rest(self.flow, x, context=context, generator=generator)
 
-    def without_front(
+    def of_rest(
         self, flow: Flow, x: Tensor, *, context: Tensor | None = None, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Metrics]:
-        """The loss of the rest of the flow after `Flow.split_front`: it lacks the front's log-determinant."""
+        """The loss of the rest of the flow after `Flow.split_preprocessing`: it lacks the preprocessing's log-determinant."""
         expect_batch(self, x)
         if len(x) == 0:
             raise ValueError("Loss: expected at least one example, got none")
@@ -117,7 +120,7 @@ class Loss(nn.Module):
         chain = flow.bijection if isinstance(flow.bijection, Chain) else Chain(flow.bijection)
         found = chain.surrogate_by_layer(x, context=context)
         assert isinstance(flow.base, StandardNormal)
-        flow.base.note_shape(found.z)
+        flow.base.remember_shape(found.z)
         dimensions = self._dimensions_of(self._layers(), x)
         value, parts = FusedObjective.apply(*found, self.penalty.reconstruction_weight, dimensions)
         return value, Metrics(parts[0], parts[1:])
@@ -151,7 +154,7 @@ class Loss(nn.Module):
         self._host_steps += 1
         self._host_generators.restart(self._host_steps)
         polish = self.polish if self._host_steps % self.polish_every == 0 else None
-        look = self.debias and self._host_steps % VARIANCE_CHECK == 1
+        look = self.debias and self._host_steps % VARIANCE_CHECK_EVERY == 1
         for name, layer in zip(self.flow.reconstruction_names, self._layers(), strict=True):
             with located(f"layer {name}"):
                 if polish is not None:

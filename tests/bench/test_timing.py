@@ -71,7 +71,7 @@ def test_a_candidate_that_fails_costs_the_others_nothing():
 
     found = measure({"at once": Work(at_once), "fine": Work(lambda: None), "later": Work(later)}, CPU, BRIEF)
     assert found["at once"] == Failure("no good") and found["later"] == Failure("StopIteration: StopIteration")
-    assert isinstance(found["fine"], Timing) and found["fine"].blocks >= timing.LEAST_BLOCKS
+    assert isinstance(found["fine"], Timing) and found["fine"].blocks >= timing.MIN_BLOCKS
 
 
 def test_a_slow_candidate_gets_few_blocks(monkeypatch):
@@ -85,7 +85,7 @@ def test_a_slow_candidate_gets_few_blocks(monkeypatch):
         return Work(run)
 
     found = measure({"slow": taking(50.0), "fast": taking(0.1)}, CPU, Effort(seconds=2.0, warm_up=1.0, block=0.05))
-    assert found["slow"].blocks == timing.LEAST_BLOCKS and found["fast"].blocks in (20, 21)
+    assert found["slow"].blocks == timing.MIN_BLOCKS and found["fast"].blocks in (20, 21)
 
 
 def test_an_interruption_is_no_failure():

@@ -32,6 +32,7 @@ def test_settings_without_effect_are_named(tmp_path):
             "expected architecture.kind to be one of selfnorm, exact, tracked, sketch, relative, lu for the model fc",
         ),
         ("optimiser.epoch=3", "did you mean optimiser.epochs?"),
+        ("objective.weight=3", "did you mean objective.reconstruction_weight?"),
         ("epochs=0", "recipe digits-fc-snf: expected optimiser.epochs at least 1, got 0"),
     ],
 )

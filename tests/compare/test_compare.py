@@ -296,7 +296,9 @@ def test_the_picture_is_not_spoilt_by_a_wild_start_or_a_bad_run(monkeypatch, tmp
     monkeypatch.setattr(figures, "rendered", lambda figure: drawn.append(figure) or canvas.rendered(figure))
     good = [(second, 96 + 30 * 0.9**second + 1e6 * (second == 1)) for second in range(1, 50)]
     bad = [(second, 1e5 * second) for second in range(1, 12)]
-    figures.courses(tmp_path / "c.png", "title", {"good": [good, good], "bad": [[*bad, (12, None)]], "long": [[(900, 97.0)]]})
+    figures.comparison_curves(
+        tmp_path / "c.png", "title", {"good": [good, good], "bad": [[*bad, (12, None)]], "long": [[(900, 97.0)]]}
+    )
     (ax,) = drawn[0].axes
     colors = [line.get_color() for line in ax.lines]
     assert len(colors) == 5 and len(set(colors[:3])) == 1 and len(set(colors)) == 3  # the mean of two, both, and the others

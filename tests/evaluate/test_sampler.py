@@ -197,7 +197,7 @@ def test_running_out_of_memory_is_an_error(monkeypatch):
     for name in ("CUDAGraph", "device", "stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, nothing)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
-    monkeypatch.setattr(module, "waiting_is_an_error", nothing)
+    monkeypatch.setattr(module, "error_on_sync", nothing)
     with pytest.raises(torch.OutOfMemoryError):
         module._capture_inverse(full, torch.zeros(2))
 
@@ -212,7 +212,7 @@ def test_the_sync_debug_mode_is_restored():
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with module.waiting_is_an_error():
+        with module.error_on_sync():
             assert torch.cuda.get_sync_debug_mode() == 2
         assert torch.cuda.get_sync_debug_mode() == 1
     finally:

@@ -152,7 +152,7 @@ def expect_float64(name, make, shape, products, device, launches):
 
 
 @pytest.mark.parametrize("name, make, shape", [case for case in [*ROUND, *RANDOM] if case.values[0].startswith("Tracked")])
-def test_kept_inverses_follow(name, make, shape, device, launches):
+def test_stored_inverses_follow(name, make, shape, device, launches):
     layer = random_layer(make(*shape[1:]), device)
     exact = copy.deepcopy(layer).double()
     exact.track()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from selfnorm import AffineCoupling, ConditionalAffine
-from selfnorm.kernels.coupling.choice import MOST_CHANGED_CHANNELS
+from selfnorm.kernels.coupling.choice import MAX_CHANGED_CHANNELS
 from selfnorm.runtime.precision import PRECISIONS, precision
 
 
@@ -250,7 +250,7 @@ def test_what_kernels_cannot_take_is_left_to_the_plain_code(device, kernels, why
 
     monkeypatch.setattr(affine, "matrix_inverse", lambda *args: pytest.fail("went to the kernels"))
     monkeypatch.setattr(affine.MatrixAffine, "apply", lambda *args: pytest.fail("went to the kernels"))
-    layer = shaken(AffineCoupling(2 * (MOST_CHANGED_CHANNELS + 1) if why == "wide" else 4, hidden=8)).to(device)
+    layer = shaken(AffineCoupling(2 * (MAX_CHANGED_CHANNELS + 1) if why == "wide" else 4, hidden=8)).to(device)
     x = torch.randn(0 if why == "empty" else 2, layer.channels, 3, 3, device=device)
     if why != "float64":
         layer, x = layer.float(), x.float()

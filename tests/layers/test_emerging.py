@@ -44,7 +44,7 @@ def made(channels, kernel_size, mask="quadrant", mirrored=False, **options):
 
 
 def kernel(layer):
-    return torch.where(layer.taps, layer.weight, 0.0)
+    return torch.where(layer.tap_mask, layer.weight, 0.0)
 
 
 def matrix(layer, size):
@@ -69,25 +69,25 @@ def substitute(z, w):
 
 
 def test_the_quadrant_mask_reads_at_or_after_the_centre_in_both_axes():
-    taps = AutoregressiveConv2d(2, (3, 5)).taps
+    tap_mask = AutoregressiveConv2d(2, (3, 5)).tap_mask
     for o, i, k, m in itertools.product(range(2), range(2), range(3), range(5)):
         expected = i >= o if (k, m) == (1, 2) else k >= 1 and m >= 2
-        assert taps[o, i, k, m] == expected
+        assert tap_mask[o, i, k, m] == expected
 
 
 def test_the_raster_mask_reads_all_that_follows_in_reading_order():
-    taps = AutoregressiveConv2d(2, (3, 5), mask="raster").taps
+    tap_mask = AutoregressiveConv2d(2, (3, 5), mask="raster").tap_mask
     for o, i, k, m in itertools.product(range(2), range(2), range(3), range(5)):
         expected = i >= o if (k, m) == (1, 2) else (k, m) > (1, 2)
-        assert taps[o, i, k, m] == expected
+        assert tap_mask[o, i, k, m] == expected
 
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_mirrored_mask_is_the_transposes(mask):
-    taps = AutoregressiveConv2d(3, (3, 5), mask=mask).taps
-    mirrored = AutoregressiveConv2d(3, (3, 5), mirrored=True, mask=mask).taps
+    tap_mask = AutoregressiveConv2d(3, (3, 5), mask=mask).tap_mask
+    mirrored = AutoregressiveConv2d(3, (3, 5), mirrored=True, mask=mask).tap_mask
     for o, i, k, m in itertools.product(range(3), range(3), range(3), range(5)):
-        assert mirrored[o, i, k, m] == taps[i, o, 2 - k, 4 - m]
+        assert mirrored[o, i, k, m] == tap_mask[i, o, 2 - k, 4 - m]
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
@@ -117,7 +117,7 @@ def test_the_solvers_agree_with_a_substitution(kernel_size, shape, mask, solver)
 @pytest.mark.parametrize("mirrored", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_inverse_in_both_precisions(mask, mirrored, row, monkeypatch, device):
-    monkeypatch.setattr(emerging, "LONGEST_ROW", row)
+    monkeypatch.setattr(emerging, "MAX_ROW_LENGTH", row)
     layer, x = made(3, 3, mask, mirrored).to(device), torch.randn(4, 3, 8, 6, device=device)
     assert_close(layer.inverse(layer(x)[0])[0], x, rtol=1e-10, atol=1e-10)
     layer, x = layer.float(), x.float()
@@ -138,8 +138,8 @@ def test_short_rows_are_solved_for_at_once_and_long_ones_by_fronts(monkeypatch):
         original = getattr(emerging, name)
         monkeypatch.setattr(emerging, name, lambda *args, name=name, original=original: called.append(name) or original(*args))
     layer = AutoregressiveConv2d(2)
-    layer.inverse(torch.randn(1, 2, 3, emerging.LONGEST_ROW // 2))
-    layer.inverse(torch.randn(1, 2, 3, emerging.LONGEST_ROW // 2 + 1))
+    layer.inverse(torch.randn(1, 2, 3, emerging.MAX_ROW_LENGTH // 2))
+    layer.inverse(torch.randn(1, 2, 3, emerging.MAX_ROW_LENGTH // 2 + 1))
     assert called == ["solve_by_rows", "solve_by_fronts"]
 
 
@@ -148,7 +148,7 @@ def test_short_rows_are_solved_for_at_once_and_long_ones_by_fronts(monkeypatch):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("kernel_size", [(3, 3), (5, 3)])
 def test_the_inverses_gradient_is_that_of_a_dense_solve(kernel_size, mask, mirrored, row, monkeypatch):
-    monkeypatch.setattr(emerging, "LONGEST_ROW", row)
+    monkeypatch.setattr(emerging, "MAX_ROW_LENGTH", row)
     layer, z = made(2, kernel_size, mask, mirrored), torch.randn(3, 2, 5, 4, requires_grad=True)
     weights = torch.randn_like(z)
     T = dense_matrix(kernel(layer), (5, 4), Geometry())
@@ -165,10 +165,10 @@ def test_entries_outside_the_mask_neither_count_nor_learn(mask, method):
     layer, x = made(3, 3, mask), torch.randn(2, 3, 4, 5)
     out, log_det = getattr(layer, method)(x)[:2]
     (out.square().sum() + log_det.sum()).backward()
-    assert (layer.weight.grad[~layer.taps] == 0).all()
-    assert (layer.weight.grad[layer.taps] != 0).all()
+    assert (layer.weight.grad[~layer.tap_mask] == 0).all()
+    assert (layer.weight.grad[layer.tap_mask] != 0).all()
     with torch.no_grad():
-        layer.weight[~layer.taps] = torch.nan
+        layer.weight[~layer.tap_mask] = torch.nan
     assert_close(getattr(layer, method)(x)[:2], (out, log_det))
 
 
@@ -177,7 +177,7 @@ def test_second_derivatives_and_transforms_of_the_inverse():
     w = kernel(layer).detach().requires_grad_()
 
     def solve(z, w):
-        return AutoregressiveSolve.apply(z, torch.where(layer.taps, w, 0.0), False, "raster")
+        return AutoregressiveSolve.apply(z, torch.where(layer.tap_mask, w, 0.0), False, "raster")
 
     assert torch.autograd.gradcheck(solve, (z, w))
     assert torch.autograd.gradgradcheck(solve, (z, w))
@@ -188,11 +188,11 @@ def test_second_derivatives_and_transforms_of_the_inverse():
 
 
 def _with_row(row, function, *arguments):
-    kept, emerging.LONGEST_ROW = emerging.LONGEST_ROW, row
+    kept, emerging.MAX_ROW_LENGTH = emerging.MAX_ROW_LENGTH, row
     try:
         return function(*arguments)
     finally:
-        emerging.LONGEST_ROW = kept
+        emerging.MAX_ROW_LENGTH = kept
 
 
 @pytest.mark.parametrize("mix", [True, False])

@@ -343,8 +343,8 @@ def test_numerically_singular_weights_are_refused_but_badly_scaled_ones_are_not(
 
 
 def test_1x1_convolutions_are_factorised_as_small_matrices():
-    assert isinstance(Conv1x1(3).form(torch.randn(1, 3, 8, 8)), PerPixel)
-    assert isinstance(ExactConv2d(3, 1, padding_mode="circular").form(torch.randn(1, 3, 8, 8)), PerPixel)
-    assert ExactConv2d(3, 3, padding_mode="circular").form(torch.randn(1, 3, 8, 8)) == Circular(
+    assert isinstance(Conv1x1(3).block_form(torch.randn(1, 3, 8, 8)), PerPixel)
+    assert isinstance(ExactConv2d(3, 1, padding_mode="circular").block_form(torch.randn(1, 3, 8, 8)), PerPixel)
+    assert ExactConv2d(3, 3, padding_mode="circular").block_form(torch.randn(1, 3, 8, 8)) == Circular(
         (3, 8, 8), Geometry(padding_mode="circular")
     )

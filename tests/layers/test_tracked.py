@@ -288,8 +288,8 @@ def test_tracking_leaves_a_lost_inverse_alone_and_settling_replaces_it_once(trac
     layer.track()
     assert torch.equal(layer.weight_inv, before) and layer.residual > layer.largest_residual
     with pytest.warns(RuntimeWarning):
-        layer.settle()
-    layer.settle()
+        layer.recompute_if_lost()
+    layer.recompute_if_lost()
     assert int(layer.fallbacks) == 1
 
 
@@ -298,7 +298,7 @@ def test_the_sketchs_rank():
 
 
 def test_the_largest_matrix_that_is_kept(monkeypatch):
-    monkeypatch.setattr("selfnorm.layers.tracked.LARGEST_DENSE_INVERSE", 16)
+    monkeypatch.setattr("selfnorm.layers.tracked.MAX_DENSE_INVERSE", 16)
     assert TrackedConv2d(1, 3, (4, 4)).weight_inv.shape == (16, 16)
     with pytest.raises(ValueError, match="at most 16 dimensions"):
         TrackedConv2d(1, 3, (4, 5))

@@ -106,7 +106,7 @@ def test_a_kernels_inverse_is_computed_in_double_precision():
 def test_a_1x1_with_a_larger_inverse_is_a_kernel(monkeypatch):
     with pytest.raises(ValueError, match="expected least-squares or tap-mean"):
         expect_polish("newton-schulz", [SelfNormConv2d(2, 1, 3)])
-    monkeypatch.setattr("selfnorm.linalg.polish.LARGEST_FACTORISED", 30)
+    monkeypatch.setattr("selfnorm.linalg.polish.MAX_FACTORISED_ROWS", 30)
     layer = SelfNormConv2d(4, 3, groups=4)
     layer.surrogate(torch.randn(1, 4, 5, 6))
     polish_inverse(layer, "tap-mean")  # 30 rows in each group

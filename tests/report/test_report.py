@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from selfnorm.report import canvas, figures
-from selfnorm.report.figures import curves, image_grid, sample_scatter, sample_sheet
+from selfnorm.report.figures import image_grid, run_curves, sample_scatter, sample_sheet
 from selfnorm.report.results import build, write_results
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +71,7 @@ def corner_of(tile, picture):
 def test_sample_sheet_is_small_even_of_noise(tmp_path, channels, side):
     noise = torch.rand(100, channels, side, side) * 256
     sample_sheet(tmp_path / "sheet.png", noise, noise, noise, 256)
-    assert (tmp_path / "sheet.png").stat().st_size < canvas.LARGEST_SHEET_BYTES
+    assert (tmp_path / "sheet.png").stat().st_size < canvas.MAX_SHEET_BYTES
 
 
 def test_scatter_of_two_columns_keeps_to_the_datas_axes(monkeypatch, tmp_path):
@@ -130,7 +130,7 @@ def run_records(epochs, layers, weight, key="reconstruction_weight"):
 @pytest.mark.parametrize("key", ["reconstruction_weight", "weight"])  # the latter in logs of earlier versions
 def test_curves_mark_the_best_and_survive_a_wild_start(monkeypatch, tmp_path, key):
     drawn = capture(monkeypatch)
-    curves(tmp_path / "c.png", list(run_records(20, 2, lambda epoch: float(epoch), key)), ["3", "5"])
+    run_curves(tmp_path / "c.png", list(run_records(20, 2, lambda epoch: float(epoch), key)), ["3", "5"])
     nll, loss, reconstruction, weight = drawn[0].axes
     assert nll.lines[1].get_xydata().tolist() == [[15, 100]]
     assert nll.get_legend().get_texts()[0].get_text() == "best: 100.00 at epoch 15"
@@ -143,7 +143,7 @@ def test_curves_mark_the_best_and_survive_a_wild_start(monkeypatch, tmp_path, ke
 @pytest.mark.parametrize(("layers", "panels"), [(0, 2), (1, 3), (9, 3)])
 def test_curves_have_the_panels_there_is_something_for(monkeypatch, tmp_path, layers, panels):
     drawn = capture(monkeypatch)
-    curves(tmp_path / "c.png", list(run_records(5, layers, lambda epoch: 1.0)))
+    run_curves(tmp_path / "c.png", list(run_records(5, layers, lambda epoch: 1.0)))
     assert len(drawn[0].axes) == panels
     assert layers == 0 or len(drawn[0].axes[2].lines) == layers
 
@@ -151,14 +151,14 @@ def test_curves_have_the_panels_there_is_something_for(monkeypatch, tmp_path, la
 def test_a_training_loss_is_called_a_likelihood_only_if_it_is_one(monkeypatch, tmp_path):
     drawn = capture(monkeypatch)
     for exact in (False, True):
-        curves(tmp_path / "c.png", list(run_records(5, 0, lambda epoch: 1.0)), exact=exact)
+        run_curves(tmp_path / "c.png", list(run_records(5, 0, lambda epoch: 1.0)), exact=exact)
     titles = [figure.axes[1].get_title() for figure in drawn]
     assert titles == ["surrogate training loss (not a likelihood)", "exact training NLL"]
 
 
 def test_curves_of_a_run_that_stands_still_after_a_wild_start(monkeypatch, tmp_path):
     drawn = capture(monkeypatch)
-    curves(tmp_path / "c.png", [{"kind": "validation", "epoch": e, "nll": 100.0 if e else 1e6} for e in range(9)])
+    run_curves(tmp_path / "c.png", [{"kind": "validation", "epoch": e, "nll": 100.0 if e else 1e6} for e in range(9)])
     assert 100 < drawn[0].axes[0].get_ylim()[1] < 110
 
 
@@ -167,7 +167,7 @@ def test_curves_draw_a_run_that_went_wrong(monkeypatch, tmp_path):
     records = [
         {"kind": "validation", "epoch": e, "nll": nll} for e, nll in enumerate([5.0, float("nan"), 4.0, None, float("inf")])
     ]
-    curves(tmp_path / "c.png", records)
+    run_curves(tmp_path / "c.png", records)
     assert drawn[0].axes[0].lines[1].get_xydata().tolist() == [[2, 4]]
 
 
@@ -199,7 +199,7 @@ def test_figures_leave_pyplot_and_the_import_alone():
         (lambda path: image_grid(path, torch.zeros(1, 1, 3, 3), 0), "expected levels"),
         (lambda path: sample_scatter(path, torch.zeros(2, 2), torch.zeros(2, 3), torch.zeros(2, 3)), "with the same D"),
         (lambda path: sample_scatter(path, *[torch.zeros(2, 3)] * 3, ["a"]), "a name for each of the 3 columns, got 1"),
-        (lambda path: curves(path, [{"kind": "note"}]), "got none among 1"),
+        (lambda path: run_curves(path, [{"kind": "note"}]), "got none among 1"),
     ],
 )
 def test_figures_refuse(tmp_path, call, message):

@@ -183,13 +183,13 @@ def test_a_failed_step_and_those_after_it_change_nothing(device, broken, kind, r
     assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
 
 
-def test_nothing_moves_once_a_tracker_is_lost_until_it_is_settled(device, monkeypatch):
+def test_nothing_moves_once_a_tracker_is_lost_until_it_is_recomputed(device, monkeypatch):
     step = made(CapturedStep, device, recipe="digits-fc-tracked")
     layer = step.loss.flow.bijection[3]
     for index in range(3):
         step(0, index, 1e-3)
-    settle = type(layer).settle
-    monkeypatch.setattr(type(layer), "settle", lambda self: None)  # as in a graph, where nothing checks it
+    original = type(layer).recompute_if_lost
+    monkeypatch.setattr(type(layer), "recompute_if_lost", lambda self: None)  # as in a graph, where nothing checks it
     with torch.no_grad():
         layer.weight_inv.mul_(3.0)
     sums = step(0, 3, 1e-3)
@@ -199,10 +199,10 @@ def test_nothing_moves_once_a_tracker_is_lost_until_it_is_settled(device, monkey
     step(0, 4, 1e-3)
     assert steps_taken(step.optimizer) == 4
     assert all(torch.equal(value, frozen[name]) for name, value in step.loss.named_parameters())
-    monkeypatch.setattr(type(layer), "settle", settle)
+    monkeypatch.setattr(type(layer), "recompute_if_lost", original)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        layer.settle()
+        layer.recompute_if_lost()
     step.clear_lost()
     step(0, 4, 1e-3)
     assert steps_taken(step.optimizer) == 5
@@ -286,7 +286,7 @@ def test_adam_counts_once_for_all(device):
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # of the step-by-step kernels
 @pytest.mark.usefixtures("kernels")
 def test_flags_and_counts_by_kernels(device):
-    from selfnorm.kernels.dense.adam import begin_update, few_and_small, note_lost
+    from selfnorm.kernels.dense.adam import begin_update, few_and_small, raise_lost
 
     for failed, late, lost, advance in itertools.product((0.0, 1.0), (0.0, 1.0), (0.0, 1.0), (True, False)):
         flags = [torch.tensor(value, dtype=torch.float32, device=device) for value in (failed, late, lost, 0.5, 7.0)]
@@ -319,7 +319,7 @@ def test_flags_and_counts_by_kernels(device):
         ([math.inf, 0.0, 0.0], 0, 1),
     ):
         lost = torch.tensor(float(before), dtype=torch.float32, device=device)
-        note_lost(lost, torch.tensor(residuals, dtype=torch.float32, device=device), limits)
+        raise_lost(lost, torch.tensor(residuals, dtype=torch.float32, device=device), limits)
         assert lost == after
 
 
@@ -334,7 +334,7 @@ def test_trackers_are_waited_for_before_anything_reads_what_they_write(device, m
         return lambda *args, **options: (order.append(name), function(*args, **options))[1]
 
     for owner, name in (
-        (kernels, "note_lost"),
+        (kernels, "raise_lost"),
         (kernels, "begin_update"),
         (adam_module, "update_from_factors"),
         (GradientCollector, "take"),
@@ -342,11 +342,11 @@ def test_trackers_are_waited_for_before_anything_reads_what_they_write(device, m
         monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
     monkeypatch.setattr(step._tracker_branches, "join", noted("join", step._tracker_branches.join))
     monkeypatch.setattr(TrackedLinear, "track", noted("track", TrackedLinear.track))
-    monkeypatch.setattr(TrackedLinear, "settle", lambda self: None)
+    monkeypatch.setattr(TrackedLinear, "recompute_if_lost", lambda self: None)
     assert step._tracks_late and step._trackers
     step(0, 0, 1e-3, 1e-3)
-    each = ["take", "join", "note_lost", "begin_update", "update_from_factors", "update_from_factors", "track", "track"]
-    assert order == [*each, *each, "join", "note_lost", "begin_update"]
+    each = ["take", "join", "raise_lost", "begin_update", "update_from_factors", "update_from_factors", "track", "track"]
+    assert order == [*each, *each, "join", "raise_lost", "begin_update"]
     waits = []  # what is called before anything is multiplied out
     monkeypatch.setattr(GradientCollector, "take", lambda self, wait=None: waits.append(wait) or [])
     step(0, 2, 1e-3)
@@ -428,7 +428,7 @@ def test_an_eager_step_that_failed_moves_no_multiplier(device, penalty):
     assert all(torch.equal(value, before[name]) for name, value in step.loss.penalty.state_dict().items())
 
 
-def test_a_sketch_that_is_lost_stays_so_until_it_is_settled(device):
+def test_a_sketch_that_is_lost_stays_so_until_it_is_recomputed(device):
     step = made(CapturedStep, device, recipe="digits-fc-sketch")
     layer = step.loss.flow.bijection[3]
     inverse = layer.weight_inv.clone()

@@ -99,7 +99,7 @@ def test_curves_show_lambda(tmp_path, monkeypatch):
     """It varies in this run, so it has its own panel."""
     drawn = []
     monkeypatch.setattr(figures, "rendered", lambda figure: drawn.append(figure) or canvas.rendered(figure))
-    figures.curves(tmp_path / "curves.png", RunFolder(BEFORE / "whole").read_log())
+    figures.run_curves(tmp_path / "curves.png", RunFolder(BEFORE / "whole").read_log())
     assert [ax.get_ylabel() for ax in drawn[0].axes][-1] == "λ"
     assert drawn[0].axes[-1].lines[0].get_ydata()[0] == pytest.approx(1029.2, abs=0.1)
 

@@ -245,7 +245,7 @@ def test_only_temporary_files_of_the_run_are_removed(digits):
 @pytest.mark.parametrize(("kind", "exact"), [("tracked", False), ("lu", True)])
 def test_curves_know_whether_the_training_loss_is_a_likelihood(tmp_path, monkeypatch, kind, exact):
     found = []
-    monkeypatch.setattr("selfnorm.report.figures.curves", lambda *args, exact: found.append(exact))
+    monkeypatch.setattr("selfnorm.report.figures.run_curves", lambda *args, exact: found.append(exact))
     start_run(digits_recipe(*SMALL, f"kind={kind}"), tmp_path / "run")
     assert found == [exact]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-SHORTEST_SECONDS = 0.5  # the shortest useful measurement: Linux counts in hundredths of a second, per core
+MIN_SECONDS = 0.5  # the shortest useful measurement: Linux counts in hundredths of a second, per core
 BUSY_CORES = 0.2  # of other processes, above which a table warns: threads that wait for each other are slowed down
 
 
@@ -44,7 +44,7 @@ class Conditions:
 
     def cores_taken(self, after: Conditions) -> float | None:
         """Returns how many cores other processes kept busy on average; None if unknown or measured too briefly."""
-        if self.others is None or after.others is None or after.at - self.at < SHORTEST_SECONDS:
+        if self.others is None or after.others is None or after.at - self.at < MIN_SECONDS:
             return None
         return max(0.0, (after.others - self.others) / (after.at - self.at))
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from selfnorm.bench.timing import Work
-from selfnorm.runtime.graphs import capturing, generator_kept, waiting_is_an_error
+from selfnorm.runtime.graphs import capturing, error_on_sync, restoring_generator
 
 CALLS_BEFORE_CAPTURE = 3  # they compile kernels and make libraries allocate their workspaces
 
@@ -24,10 +24,10 @@ def captured(run: Callable[[], object], device: torch.device, repeats: int = 1) 
         with torch.cuda.stream(stream):
             for _ in range(CALLS_BEFORE_CAPTURE):
                 run()
-            with waiting_is_an_error():  # checked first, since a failed capture has side effects
+            with error_on_sync():  # checked first, since a failed capture has side effects
                 run()
         torch.cuda.synchronize(device)
-        with generator_kept(device), capturing(graph, stream=stream):
+        with restoring_generator(device), capturing(graph, stream=stream):
             for _ in range(repeats):
                 run()
         graph.replay()

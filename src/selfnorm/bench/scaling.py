@@ -33,8 +33,8 @@ from selfnorm.runtime.collector import AdamArguments, collected_gradients
 from selfnorm.train.adam import BETAS, EPS, moments_of, update_from_factors
 
 SCALING_BATCH = 128
-SMALLEST_DIMENSION = 32
-LARGEST_DIMENSION = 2**16
+MIN_DIMENSION = 32
+MAX_DIMENSION = 2**16
 SCALING_LEARNING_RATE = 1e-6  # small enough that the weights hardly change while they are timed
 # From the name in the paper's figure to that in `selfnorm.models.LINEAR`.
 KINDS = {
@@ -63,9 +63,9 @@ class Point:
 
 def sizes(largest: int) -> list[int]:
     """Returns the powers of two from 32 to `largest`."""
-    if not SMALLEST_DIMENSION <= largest <= LARGEST_DIMENSION or largest.bit_count() != 1:
-        raise ValueError(f"--largest: expected a power of two from {SMALLEST_DIMENSION} to {LARGEST_DIMENSION}, got {largest}")
-    return [2**power for power in range(SMALLEST_DIMENSION.bit_length() - 1, largest.bit_length())]
+    if not MIN_DIMENSION <= largest <= MAX_DIMENSION or largest.bit_count() != 1:
+        raise ValueError(f"--largest: expected a power of two from {MIN_DIMENSION} to {MAX_DIMENSION}, got {largest}")
+    return [2**power for power in range(MIN_DIMENSION.bit_length() - 1, largest.bit_length())]
 
 
 def measure_scaling(

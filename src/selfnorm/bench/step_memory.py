@@ -31,7 +31,7 @@ from selfnorm.runtime.precision import Precision, networks_in_bf16, precision, p
 from selfnorm.runtime.threads import cpu_threads
 
 MIB = 2**20
-LEAST_BYTES_FOR_RATIO = 4 * MIB  # for a step that needs less, the peak is dominated by other things
+MIN_BYTES_FOR_RATIO = 4 * MIB  # for a step that needs less, the peak is dominated by other things
 MEASURED_CALLS = 3  # of the step; the second or third captures its longest graph
 MEMORY_COLUMNS = (
     "model",
@@ -61,7 +61,7 @@ class Memory:
     @property
     def ratio(self) -> float | None:
         """The peak over the bytes needed; None if either is unknown or too little is needed to compare."""
-        return None if self.peak is None or self.needed < LEAST_BYTES_FOR_RATIO else self.peak / self.needed
+        return None if self.peak is None or self.needed < MIN_BYTES_FOR_RATIO else self.peak / self.needed
 
 
 def memory_of(model: Model, device: torch.device) -> Memory:
@@ -126,7 +126,7 @@ def memory_table(
                 ),
                 ("peak",),
             ),
-            Note(f"No ratio where the sum is below {LEAST_BYTES_FOR_RATIO // MIB} MiB."),
+            Note(f"No ratio where the sum is below {MIN_BYTES_FOR_RATIO // MIB} MiB."),
         ],
         columns=MEMORY_COLUMNS,
         rows=rows,

@@ -44,7 +44,7 @@ class Measured:
     counts: Counts | None = None
     peak: int | None = None  # bytes
     parameters: int | None = None
-    steps_a_call: int | None = None  # the number of steps in one call of the work
+    steps_per_call: int | None = None  # the number of steps in one call of the work
     failure: str = ""
     complete: bool = False  # whether all of its measurements were finished
 
@@ -146,7 +146,7 @@ def _build(each: Measured, device: torch.device, steps: dict[str, TrainingStep],
     step = training_step(model, device)
     each.counts = count_step(step.eager, step.loss)
     each.parameters = sum(parameter.numel() for parameter in step.loss.parameters())
-    each.steps_a_call = step.work.units
+    each.steps_per_call = step.work.units
     steps[model.name], works[model.name] = step, step.work
 
 

@@ -99,7 +99,7 @@ def _step_details(each: Measured) -> dict[str, Any]:
         "batch_size": each.model.recipe.optimiser.batch_size,
         "parameters": each.parameters,
         "threads": each.threads,
-        "steps_a_call": each.steps_a_call,
+        "steps_a_call": each.steps_per_call,
         **timing_details("step", each.step),
         **timing_details("sample", each.sample),
         **timing_details("sample_in_graph", each.sample_in_graph),

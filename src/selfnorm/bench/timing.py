@@ -16,9 +16,9 @@ import torch
 
 from selfnorm.runtime.device import synchronize
 
-LEAST_BLOCKS = 3  # even if a candidate is slow
+MIN_BLOCKS = 3  # even if a candidate is slow
 FIRST_CALLS = 2  # they compile kernels, fill caches and capture graphs, so their times are ignored
-LONGEST_WARM_UP = 30.0  # seconds after which a candidate counts as warm, even if its times still vary
+MAX_WARM_UP_SECONDS = 30.0  # seconds after which a candidate counts as warm, even if its times still vary
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Failure:
 class Effort:
     """How long to measure.
 
-    seconds:  total length of the blocks of each candidate, unless `LEAST_BLOCKS` take longer.
+    seconds:  total length of the blocks of each candidate, unless `MIN_BLOCKS` take longer.
     warm_up:  the longest warm-up in seconds, not counting the first calls.
     block:    the shortest block in seconds.
     """
@@ -156,7 +156,7 @@ def _warm_up(candidate: _Candidate, device: torch.device, effort: Effort) -> Non
 
 def _is_warm(times: list[float], effort: Effort) -> bool:
     later = times[FIRST_CALLS:]
-    if sum(times) >= LONGEST_WARM_UP or sum(later) >= effort.warm_up:
+    if sum(times) >= MAX_WARM_UP_SECONDS or sum(later) >= effort.warm_up:
         return True
     usual = statistics.median(later[-4:-1]) if len(later) > 3 else math.inf
     return abs(later[-1] - usual) < 0.1 * usual if len(later) > 3 else False
@@ -169,4 +169,4 @@ def _time_a_block(candidate: _Candidate, device: torch.device) -> None:
 
 
 def _has_enough(candidate: _Candidate, effort: Effort) -> bool:
-    return candidate.spent >= effort.seconds and len(candidate.times) >= LEAST_BLOCKS
+    return candidate.spent >= effort.seconds and len(candidate.times) >= MIN_BLOCKS

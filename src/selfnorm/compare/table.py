@@ -182,21 +182,21 @@ class Comparison:
             writer.writeheader()
             writer.writerows(rows)
         # The figure comes last: if drawing fails, the numbers are on disk.
-        if courses := self._courses():
+        if curves := self._validation_curves():
             written.append(folder / "comparison.png")
-            figures.courses(written[2], self.title, courses)
+            figures.comparison_curves(written[2], self.title, curves)
         return written
 
-    def _courses(self) -> dict[str, list[list[tuple[float, float]]]]:
+    def _validation_curves(self) -> dict[str, list[list[tuple[float, float]]]]:
         """For each row of the table, its runs' exact validation NLLs as (seconds of training, NLL)."""
         found: dict[str, list[list[tuple[float, float]]]] = {}
         for row in self.rows():
             for run in self.runs:
                 if run.planned.recipe.name == row.recipe:
                     records = RunFolder(run.planned.path).read_log()
-                    course = [(record["seconds"], record["nll"]) for record in records if record["kind"] == "validation"]
-                    found.setdefault(row.label, []).extend([course] if course else [])
-        return {label: courses for label, courses in found.items() if courses}
+                    curve = [(record["seconds"], record["nll"]) for record in records if record["kind"] == "validation"]
+                    found.setdefault(row.label, []).extend([curve] if curve else [])
+        return {label: curves for label, curves in found.items() if curves}
 
     def _provenance(self) -> dict[str, str | None]:
         """The provenance of the runs, which may have trained on different days, with the comparison's command."""

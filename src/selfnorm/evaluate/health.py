@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from selfnorm.bijection import located
 from selfnorm.flow import Flow, Inverse
-from selfnorm.layers.kept_inverse import KeptInverse
 from selfnorm.layers.linear import ConvMap
-from selfnorm.linalg.factors import widen
+from selfnorm.layers.stored_inverse import StoredInverse
+from selfnorm.linalg.factors import to_float64
 from selfnorm.runtime.checks import describe
 
 PROBES = 256  # white-noise vectors; ±9% in the worst case, an error in a single direction
@@ -104,7 +104,7 @@ def repair(flow: Flow, x: Tensor | None = None) -> tuple[str, ...]:
     with torch.inference_mode(False), torch.no_grad():
         for name, layer in named.items():
             with located(f"layer {name}" if name else "repair"):
-                repaired[name] = layer.inverse_of(widen(layer.weight)).to(layer.weight)
+                repaired[name] = layer.inverse_of(to_float64(layer.weight)).to(layer.weight)
         if x is not None:
             _, inputs = _log_prob_and_inputs(flow, named, x)
             repaired = {name: R for name, R in repaired.items() if _is_better(named[name], R, inputs[name])}
@@ -113,20 +113,20 @@ def repair(flow: Flow, x: Tensor | None = None) -> tuple[str, ...]:
     return tuple(repaired)
 
 
-def _layers_with_inverse(flow: Flow) -> Iterator[tuple[str, KeptInverse]]:
+def _layers_with_inverse(flow: Flow) -> Iterator[tuple[str, StoredInverse]]:
     """Yields the layers that store an inverse, with their names; a layer that occurs twice only under its first name."""
     for name, layer in flow.bijection.named_modules():
-        if isinstance(layer, KeptInverse):
+        if isinstance(layer, StoredInverse):
             yield name, layer
 
 
-def _log_prob_and_inputs(flow: Flow, named: dict[str, KeptInverse], x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def _log_prob_and_inputs(flow: Flow, named: dict[str, StoredInverse], x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns log p(x), and for each layer the input h that it received, in float64."""
     inputs: dict[str, Tensor] = {}
 
     def keeper(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
         def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            inputs.setdefault(name, widen(args[0].detach()))
+            inputs.setdefault(name, to_float64(args[0].detach()))
 
         return keep
 
@@ -145,13 +145,13 @@ def _log_prob_and_inputs(flow: Flow, named: dict[str, KeptInverse], x: Tensor) -
 
 
 def _examine_layer(
-    name: str, layer: KeptInverse, h: Tensor, exact_gradient: Tensor, gradient: Tensor, generator: torch.Generator
+    name: str, layer: StoredInverse, h: Tensor, exact_gradient: Tensor, gradient: Tensor, generator: torch.Generator
 ) -> tuple[LayerHealth, list[str]]:
     """Returns the figures of one layer, and notes on them.
 
     h: the inputs of the layer. exact_gradient, gradient: of the mean NLL for its weight, exact and by the surrogate.
     """
-    layer = copy.deepcopy(layer).to(widen(layer.weight))  # .to(tensor): to its dtype and device
+    layer = copy.deepcopy(layer).to(to_float64(layer.weight))  # .to(tensor): to its dtype and device
     notes = []
     noise = torch.randn(PROBES, *h.shape[1:], generator=generator, device=generator.device)
     with torch.no_grad():
@@ -188,7 +188,7 @@ def _examine_layer(
 
 def _wide_gradients(value: Tensor, weights: list[Tensor]) -> list[Tensor]:
     """Returns the gradients of a scalar for the weights, in float64."""
-    return [widen(gradient) for gradient in torch.autograd.grad(value, weights)] if weights else []
+    return [to_float64(gradient) for gradient in torch.autograd.grad(value, weights)] if weights else []
 
 
 def _degrees_between(a: Tensor, b: Tensor) -> float:
@@ -202,12 +202,12 @@ def _degrees_between(a: Tensor, b: Tensor) -> float:
     return math.degrees(2 * math.atan2(float((a - b).norm()), float((a + b).norm())))
 
 
-def _reconstruction(layer: KeptInverse, h: Tensor) -> float:
+def _reconstruction(layer: StoredInverse, h: Tensor) -> float:
     """Returns the mean of ‖RWh − h‖²/D over the batch."""
     return float((layer.apply_inverse(layer.apply_weight(h)) - h).square().mean())
 
 
-def _distance(layer: KeptInverse, h: Tensor) -> float | None:
+def _distance(layer: StoredInverse, h: Tensor) -> float | None:
     """Returns ‖RW − I‖_F/√D, the root mean square of ‖RWe − e‖ over unit vectors e; None if there are too many."""
     event, dimensions = h.shape[1:], h[0].numel()
     stride = 1
@@ -225,16 +225,16 @@ def _distance(layer: KeptInverse, h: Tensor) -> float | None:
     return math.sqrt(total / len(units))
 
 
-def _condition_number(layer: KeptInverse, h: Tensor) -> float | None:
+def _condition_number(layer: StoredInverse, h: Tensor) -> float | None:
     """Returns σ_max/σ_min of W, from the singular values of its blocks; None if the blocks are too large."""
-    form = layer.form(h)
+    form = layer.block_form(h)
     if form.split(h[:1]).shape[-2] > MAX_EXACT_SIZE:
         return None
     values = torch.linalg.svdvals(form.blocks(layer.weight))
     return float(values.max() / values.min())
 
 
-def _is_better(layer: KeptInverse, R: Tensor, h: Tensor) -> bool:
+def _is_better(layer: StoredInverse, R: Tensor, h: Tensor) -> bool:
     """Returns whether R reconstructs the inputs h and white noise better than the inverse that the layer stores."""
     noise = torch.randn(PROBES, *h.shape[1:], generator=torch.Generator().manual_seed(0)).to(h)
     old = copy.deepcopy(layer).to(h)
@@ -253,9 +253,9 @@ def _round_trips(flow: Flow, generator: torch.Generator) -> dict[str, float]:
 @torch.no_grad()
 def round_trip(flow: Flow, z: Tensor, inverse: Inverse = "learned") -> float:
     """Returns the median over prior samples z of ‖f(g(z)) − z‖/‖z‖; inf if the flow raises ValueError."""
-    wide = widen(z).flatten(1)
+    wide = to_float64(z).flatten(1)
     try:
-        back = widen(flow.encode(flow.decode(z, inverse))).flatten(1)
+        back = to_float64(flow.encode(flow.decode(z, inverse))).flatten(1)
     except ValueError:
         return math.inf
     return float(((back - wide).norm(dim=1) / wide.norm(dim=1)).median())

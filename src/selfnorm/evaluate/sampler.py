@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.flow import Flow, Inverse
-from selfnorm.runtime.graphs import capturing, generator_kept, waiting_is_an_error
+from selfnorm.runtime.graphs import capturing, error_on_sync, restoring_generator
 from selfnorm.runtime.precision import convolutions_in_tf32, networks_in_bf16, products_in_tf32
 
 GRAPH_DEVICE_TYPE = "cuda"
@@ -100,9 +100,9 @@ def _capture_inverse(function: Callable[[Tensor], Tensor], z: Tensor) -> _Captur
     with torch.cuda.device(z.device):
         stream.wait_stream(torch.cuda.current_stream())
         try:
-            with torch.cuda.stream(stream), waiting_is_an_error():  # checked first, since a failed capture has side effects
+            with torch.cuda.stream(stream), error_on_sync():  # checked first, since a failed capture has side effects
                 function(static)
-            with generator_kept(z.device), capturing(graph, stream=stream):
+            with restoring_generator(z.device), capturing(graph, stream=stream):
                 x = function(static)
                 finite = torch.isfinite(x).all()
         except torch.OutOfMemoryError:

@@ -150,10 +150,10 @@ def _objective_value(
         errors += tl.load(reconstruction + places, mask=(row < examples)[:, None] & known[None, :], other=0.0)
     nll = tl.sum(energy, 0) / examples + constant
     means = tl.sum(errors, 0) / examples
-    price = tl.load(reconstruction_weight + column, mask=known, other=0.0)
+    weights = tl.load(reconstruction_weight + column, mask=known, other=0.0)
     tl.store(parts + 1 + column, means / tl.load(dimensions + column, mask=known, other=1.0), mask=known)
     tl.store(parts, nll)
-    tl.store(value, nll + tl.sum(price * means, 0))
+    tl.store(value, nll + tl.sum(weights * means, 0))
 
 
 @triton.jit
@@ -179,5 +179,5 @@ def _objective_gradients(
         tl.store(grad_z + row * features + column, share * value, mask=column < features)
     tl.store(grad_log_det + row, -share)
     column = tl.arange(0, COLUMNS)
-    price = tl.load(reconstruction_weight + column, mask=column < columns)
-    tl.store(grad_reconstruction + row * columns + column, share * price, mask=column < columns)
+    weights = tl.load(reconstruction_weight + column, mask=column < columns)
+    tl.store(grad_reconstruction + row * columns + column, share * weights, mask=column < columns)

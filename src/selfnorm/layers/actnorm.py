@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from selfnorm.bijection import Surrogate
 from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.fusable import FusableLayer
-from selfnorm.runtime.checks import count, describe
+from selfnorm.runtime.checks import describe, positive_int
 
 
 class ActNorm(FusableLayer):
@@ -24,7 +24,7 @@ class ActNorm(FusableLayer):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.channels = count("ActNorm", "channels", channels)
+        self.channels = positive_int("ActNorm", "channels", channels)
         self.shift = nn.Parameter(torch.zeros(channels))
         self.log_scale = nn.Parameter(torch.zeros(channels))
         self.register_buffer("initialized", torch.tensor(False))

@@ -10,7 +10,7 @@ from selfnorm.kernels.coupling.choice import NetworkWeights, coupling_kernels_fi
 from selfnorm.layers.coupling_network import products_round_like_convolutions, scale_and_shift
 from selfnorm.layers.events import sum_event
 from selfnorm.layers.fusable import FusableLayer
-from selfnorm.runtime.checks import count, describe, expect_like, expect_shape
+from selfnorm.runtime.checks import describe, expect_like, expect_shape, positive_int
 from selfnorm.runtime.precision import networks_in_bf16
 
 
@@ -23,9 +23,9 @@ class ConditionalAffine(FusableLayer):
 
     def __init__(self, channels: int, context_channels: int, hidden: int = 512) -> None:
         super().__init__()
-        self.channels = count("ConditionalAffine", "channels", channels)
-        self.context_channels = count("ConditionalAffine", "context_channels", context_channels)
-        self.hidden = count("ConditionalAffine", "hidden", hidden)
+        self.channels = positive_int("ConditionalAffine", "channels", channels)
+        self.context_channels = positive_int("ConditionalAffine", "context_channels", context_channels)
+        self.hidden = positive_int("ConditionalAffine", "hidden", hidden)
         self.network = nn.Sequential(
             nn.Conv2d(context_channels, hidden, 3, padding=1), nn.ReLU(), nn.Conv2d(hidden, hidden, 1), nn.ReLU()
         )

@@ -10,19 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection, Chain, Surrogate, located
-from selfnorm.kernels.conv.choice import PLAIN, conv_kernels_fit
+from selfnorm.kernels.conv.choice import DEFAULT_GEOMETRY, conv_kernels_fit
 from selfnorm.layers.exact import Conv1x1
 from selfnorm.layers.linear import odd_kernel
 from selfnorm.linalg.convmatrix import Geometry, conv_matrix, convolve, dirac, flip, kernel_gradient
-from selfnorm.linalg.factors import SingularWeightError, widen
+from selfnorm.linalg.factors import SingularWeightError, to_float64
 from selfnorm.runtime.autograd import in_full_precision
-from selfnorm.runtime.checks import count, describe, expect_like, expect_shape
+from selfnorm.runtime.checks import describe, expect_like, expect_shape, positive_int
 
 Mask = Literal["quadrant", "raster"]
 # Images are solved by rows if a row has at most this many values, C·W, and by fronts otherwise. Time by rows divided by time by
 # fronts, on one CPU core: 0.35 to 1 for rows up to this length, except 1.3 for 1×64×64 at batch 100; 1.1 to 1.6 for rows of 96
 # values or more at batch 100.
-LONGEST_ROW = 64
+MAX_ROW_LENGTH = 64
 
 
 class AutoregressiveConv2d(Bijection):
@@ -42,7 +42,7 @@ class AutoregressiveConv2d(Bijection):
     True
     """
 
-    taps: Tensor
+    tap_mask: Tensor
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class AutoregressiveConv2d(Bijection):
     ) -> None:
         super().__init__()
         who = type(self).__name__
-        self.channels = count(who, "channels", channels)
+        self.channels = positive_int(who, "channels", channels)
         self.kernel_size = odd_kernel(who, "kernel_size", kernel_size)
         if mask not in ("quadrant", "raster"):
             raise ValueError(f"{who}: expected mask 'quadrant' or 'raster', got {mask!r}")
@@ -64,8 +64,8 @@ class AutoregressiveConv2d(Bijection):
         noise = nn.init.xavier_normal_(torch.empty(self.channels, self.channels, *self.kernel_size), gain=0.01)
         self.weight = nn.Parameter(dirac(self.channels, self.kernel_size) + noise)
         self.bias = nn.Parameter(torch.zeros(self.channels)) if bias else None
-        taps = autoregressive_taps(self.channels, self.kernel_size, mask)
-        self.register_buffer("taps", taps.flip(0, 1, 2, 3) if mirrored else taps, persistent=False)
+        tap_mask = autoregressive_mask(self.channels, self.kernel_size, mask)
+        self.register_buffer("tap_mask", tap_mask.flip(0, 1, 2, 3) if mirrored else tap_mask, persistent=False)
 
     def extra_repr(self) -> str:
         return (
@@ -84,7 +84,9 @@ class AutoregressiveConv2d(Bijection):
         log_det = -self._exact_log_det(z)
         if z.shape[0] == 0:
             return z, log_det  # nothing to solve
-        x = AutoregressiveSolve.apply(widen(z - self._broadcast_bias()), widen(self._kernel()), self.mirrored, self.mask).to(z)
+        x = AutoregressiveSolve.apply(
+            to_float64(z - self._broadcast_bias()), to_float64(self._kernel()), self.mirrored, self.mask
+        ).to(z)
         if not torch.isfinite(x.sum()) and torch.isfinite(z.sum()) and torch.isfinite(self.weight.sum()):
             raise ValueError(
                 f"{describe(self)}: expected an inverse that {z.dtype} can hold, got non-finite values from finite ones: the "
@@ -96,9 +98,9 @@ class AutoregressiveConv2d(Bijection):
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
         self._check_input(x)
         if conv_kernels_fit(x, self.weight, self.bias):
-            from selfnorm.kernels.conv.plain import FusedConv
+            from selfnorm.kernels.conv.convolution import FusedConv
 
-            return Surrogate.exact(*FusedConv.apply(x, self.weight, self.bias, "triangular", self.taps))
+            return Surrogate.exact(*FusedConv.apply(x, self.weight, self.bias, "triangular", self.tap_mask))
         return Surrogate.exact(self._apply_weight(x), _triangular_log_det(self._diagonal(), x))
 
     def _check_input(self, x: Tensor) -> None:
@@ -106,13 +108,13 @@ class AutoregressiveConv2d(Bijection):
         expect_like(self, x, self.weight)
 
     def _kernel(self) -> Tensor:
-        return torch.where(self.taps, self.weight, 0.0)
+        return torch.where(self.tap_mask, self.weight, 0.0)
 
     def _broadcast_bias(self) -> Tensor | float:
         return 0.0 if self.bias is None else self.bias[:, None, None]
 
     def _apply_weight(self, x: Tensor) -> Tensor:
-        return convolve(x, self._kernel(), PLAIN) + self._broadcast_bias()
+        return convolve(x, self._kernel(), DEFAULT_GEOMETRY) + self._broadcast_bias()
 
     def _diagonal(self) -> Tensor:
         """T(w)'s diagonal at one pixel (C,); it is the same at every pixel."""
@@ -126,7 +128,7 @@ class AutoregressiveConv2d(Bijection):
                 f"{describe(self)}: expected an invertible weight, got a singular one ({zeros} of {diagonal.numel()} entries "
                 "on the diagonal of its centre are 0); it has no exact inverse and no finite log-determinant"
             )
-        return _triangular_log_det(widen(diagonal), x)
+        return _triangular_log_det(to_float64(diagonal), x)
 
 
 class EmergingConv2d(Chain):
@@ -171,7 +173,7 @@ class AutoregressiveSolve(torch.autograd.Function):
     def forward(z: Tensor, w: Tensor, mirrored: bool, mask: Mask) -> Tensor:
         if mirrored:
             z, w = z.flip(1, 2, 3), w.flip(0, 1, 2, 3)
-        x = solve_by_rows(z, w) if z.shape[1] * z.shape[3] <= LONGEST_ROW else solve_by_fronts(z, w, mask)
+        x = solve_by_rows(z, w) if z.shape[1] * z.shape[3] <= MAX_ROW_LENGTH else solve_by_fronts(z, w, mask)
         return x.flip(1, 2, 3) if mirrored else x.contiguous()
 
     @staticmethod
@@ -183,7 +185,7 @@ class AutoregressiveSolve(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         w, x = ctx.saved_tensors
         grad_z = AutoregressiveSolve.apply(grad, flip(w), not ctx.mirrored, ctx.mask)
-        grad_w = -kernel_gradient(x, grad_z, (w.shape[2], w.shape[3]), PLAIN) if ctx.needs_input_grad[1] else None
+        grad_w = -kernel_gradient(x, grad_z, (w.shape[2], w.shape[3]), DEFAULT_GEOMETRY) if ctx.needs_input_grad[1] else None
         return grad_z, grad_w, None, None
 
 
@@ -236,7 +238,7 @@ def _fronts(
 ) -> tuple[Tensor, list[int], Tensor, tuple[Tensor, Tensor]]:
     """The pixels in order of solution, the fronts' sizes, the positions in that order that each pixel reads, and the taps."""
     rows, columns = kernel_size[0] // 2, kernel_size[1] // 2
-    after = autoregressive_taps(1, kernel_size, mask)[0, 0]
+    after = autoregressive_mask(1, kernel_size, mask)[0, 0]
     after[rows, columns] = False
     k, m = after.nonzero(as_tuple=True)
     down = columns + 1 if mask == "raster" else 1
@@ -247,14 +249,14 @@ def _fronts(
     return order, front.unique(return_counts=True)[1].flip(0).tolist(), reads, (k, m)
 
 
-def autoregressive_taps(channels: int, kernel_size: tuple[int, int], mask: Mask) -> Tensor:
+def autoregressive_mask(channels: int, kernel_size: tuple[int, int], mask: Mask) -> Tensor:
     """A mask (C, C, kh, kw) of the kernel entries for which T(w) is upper triangular, ordered by pixel, then by channel."""
     down = torch.arange(kernel_size[0])[:, None] - kernel_size[0] // 2
     right = torch.arange(kernel_size[1]) - kernel_size[1] // 2
     after = (down >= 0) & (right >= 0) if mask == "quadrant" else (down > 0) | ((down == 0) & (right > 0))
-    taps = after.repeat(channels, channels, 1, 1)
-    taps[:, :, kernel_size[0] // 2, kernel_size[1] // 2] = torch.ones(channels, channels, dtype=torch.bool).triu()
-    return taps
+    tap_mask = after.repeat(channels, channels, 1, 1)
+    tap_mask[:, :, kernel_size[0] // 2, kernel_size[1] // 2] = torch.ones(channels, channels, dtype=torch.bool).triu()
+    return tap_mask
 
 
 def _triangular_log_det(diagonal: Tensor, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from selfnorm.bijection import Surrogate
 from selfnorm.kernels.conv.choice import conv_kernels_fit
 from selfnorm.kernels.dispatch import usable
-from selfnorm.layers.linear import ConvMap, DenseMap, LinearMap, drop_kept_inverse
+from selfnorm.layers.linear import ConvMap, DenseMap, LinearMap, drop_stored_inverse
 from selfnorm.linalg.blocks import BlockForm
 from selfnorm.linalg.factors import log_abs_det
 from selfnorm.runtime.context import current_step
@@ -21,7 +21,7 @@ class _ExactTraining(LinearMap):
     """Training by the exact gradient, the reference for self-normalizing twins: O(m³) per step for blocks of m rows. Abstract."""
 
     def _plain(self, x: Tensor) -> Surrogate:
-        form = self.form(x)
+        form = self.block_form(x)
         weight = self.weight.view_as(self.weight)  # used here first, so that gradients accumulate on the main stream
         with current_step().on_side_stream(recorded=True):  # needed only at the end of the forward pass
             log_det = _training_log_det(weight, form).repeat(x.shape[0])
@@ -32,7 +32,7 @@ class _ExactTraining(LinearMap):
         raise NotImplementedError
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        drop_kept_inverse(state_dict, prefix)
+        drop_stored_inverse(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
@@ -59,14 +59,14 @@ class _ExactConv(_ExactTraining, ConvMap):
     def _fused(self, x: Tensor) -> Surrogate | None:
         if self.kernel_size != (1, 1) or not conv_kernels_fit(x, self.weight, self.bias, self.geometry):
             return None
-        from selfnorm.kernels.conv.plain import FusedConv
+        from selfnorm.kernels.conv.convolution import FusedConv
 
         return Surrogate.exact(*FusedConv.apply(x, self.weight, self.bias, "mixing"))
 
     def _apply_for_training(self, x: Tensor, weight: Tensor) -> Tensor:
         if not conv_kernels_fit(x, self.weight, self.bias, self.geometry):
             return self.apply_weight(x, weight) + self.broadcast_bias()
-        from selfnorm.kernels.conv.plain import FusedConv
+        from selfnorm.kernels.conv.convolution import FusedConv
 
         z: Tensor = FusedConv.apply(x, weight, self.bias)[0]
         return z

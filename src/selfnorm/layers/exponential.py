@@ -12,12 +12,12 @@ from selfnorm.kernels.conv.choice import conv_kernels_fit
 from selfnorm.layers.exact import Conv1x1
 from selfnorm.layers.linear import odd_kernel
 from selfnorm.linalg.convmatrix import Geometry, convolve
-from selfnorm.linalg.factors import widen
+from selfnorm.linalg.factors import to_float64
 from selfnorm.runtime.autograd import in_full_precision
-from selfnorm.runtime.checks import count, expect_like, expect_shape
+from selfnorm.runtime.checks import expect_like, expect_shape, positive_int
 
 # At this norm the omitted terms amount to at most 1.07e-4·‖x‖ after 6 and 3e-12·‖x‖ after 13.
-LARGEST_NORM = 0.9
+MAX_NORM = 0.9
 TRAINING_TERMS, EXACT_TERMS = 6, 13
 SQUARINGS = 8
 
@@ -42,7 +42,7 @@ class ConvExponential(Bijection):
 
     def __init__(self, channels: int, kernel_size: int | Sequence[int] = 3) -> None:
         super().__init__()
-        self.channels = count("ConvExponential", "channels", channels)
+        self.channels = positive_int("ConvExponential", "channels", channels)
         self.kernel_size = odd_kernel("ConvExponential", "kernel_size", kernel_size)
         noise = nn.init.xavier_normal_(torch.empty(self.channels, self.channels, *self.kernel_size), gain=0.01)
         self.weight = nn.Parameter(noise)
@@ -67,7 +67,7 @@ class ConvExponential(Bijection):
         if conv_kernels_fit(x, self.weight, self.bias):
             from selfnorm.kernels.conv.series import FusedConvSeries
 
-            return Surrogate.exact(*FusedConvSeries.apply(x, self._fused_kernel_for(x), self.bias, TRAINING_TERMS))
+            return Surrogate.exact(*FusedConvSeries.apply(x, self._fused_norm_limited_weight(x), self.bias, TRAINING_TERMS))
         k = self._kernel_for(x)
         z = _exponential(x, k, TRAINING_TERMS) + self.bias[:, None, None]
         return Surrogate.exact(z, _trace_log_det(x, k))
@@ -80,15 +80,15 @@ class ConvExponential(Bijection):
         """k = w·min(1, 0.9/σ(w)) for images of x's size."""
         self._check_input(x)
         sigma = norm_bound(self.weight, (x.shape[2], x.shape[3]))
-        return self.weight * (LARGEST_NORM / sigma.clamp_min(LARGEST_NORM))
+        return self.weight * (MAX_NORM / sigma.clamp_min(MAX_NORM))
 
-    def _fused_kernel_for(self, x: Tensor) -> Tensor:
+    def _fused_norm_limited_weight(self, x: Tensor) -> Tensor:
         """The same k, by Triton kernels if there are few channels."""
-        from selfnorm.kernels.conv.norm_limit import MOST_NORM_CHANNELS, NormLimitedKernel
+        from selfnorm.kernels.conv.norm_limit import MAX_NORM_CHANNELS, NormLimitedKernel
 
-        if self.channels > MOST_NORM_CHANNELS:
+        if self.channels > MAX_NORM_CHANNELS:
             return self._kernel_for(x)
-        return NormLimitedKernel.apply(self.weight, _torus(self.weight, (x.shape[2], x.shape[3])), SQUARINGS, LARGEST_NORM)
+        return NormLimitedKernel.apply(self.weight, _torus(self.weight, (x.shape[2], x.shape[3])), SQUARINGS, MAX_NORM)
 
 
 class ExpConv2d(Chain):
@@ -163,4 +163,4 @@ def _exponential(x: Tensor, k: Tensor, terms: int) -> Tensor:
 def _trace_log_det(x: Tensor, k: Tensor) -> Tensor:
     """tr T(k) for each example of x (N,): only the kernel's centre maps a pixel to itself, and it does so at every pixel."""
     centre = k[:, :, k.shape[2] // 2, k.shape[3] // 2]
-    return (x.shape[2] * x.shape[3] * widen(centre.diagonal()).sum()).to(x).repeat(x.shape[0])
+    return (x.shape[2] * x.shape[3] * to_float64(centre.diagonal()).sum()).to(x).repeat(x.shape[0])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from selfnorm.bijection import Bijection, Chain, Surrogate, joined_names, located
-from selfnorm.runtime.checks import count, describe, event_shape, expect_shape
+from selfnorm.runtime.checks import describe, event_shape, expect_shape, positive_int
 from selfnorm.runtime.context import current_step
 
 
@@ -18,7 +18,7 @@ class Squeeze(Bijection):
 
     def __init__(self, factor: int = 2) -> None:
         super().__init__()
-        self.factor = count("Squeeze", "factor", factor)
+        self.factor = positive_int("Squeeze", "factor", factor)
 
     def extra_repr(self) -> str:
         return f"{self.factor}"

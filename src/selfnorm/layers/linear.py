@@ -13,9 +13,9 @@ from selfnorm.bijection import Bijection, Surrogate
 from selfnorm.kernels.conv.choice import conv_kernels_fit
 from selfnorm.linalg.blocks import BlockForm, Circular, Dense, PerPixel, ZeroPadded
 from selfnorm.linalg.convmatrix import Geometry, PaddingMode, convolve, dirac
-from selfnorm.linalg.factors import AmortisedLogDet, ExactFactors, FactoredSolve, log_abs_det, widen
+from selfnorm.linalg.factors import AmortisedLogDet, ExactFactors, FactoredSolve, log_abs_det, to_float64
 from selfnorm.runtime.autograd import in_full_precision
-from selfnorm.runtime.checks import count, describe, expect_like, expect_shape, pair
+from selfnorm.runtime.checks import describe, expect_like, expect_shape, pair, positive_int
 
 
 class LinearMap(Bijection):
@@ -50,7 +50,7 @@ class LinearMap(Bijection):
         """Raises ValueError for a batch of the wrong shape."""
         raise NotImplementedError
 
-    def form(self, x: Tensor) -> BlockForm:
+    def block_form(self, x: Tensor) -> BlockForm:
         """The block form of W for examples of x's shape."""
         raise NotImplementedError
 
@@ -83,23 +83,23 @@ class LinearMap(Bijection):
     @in_full_precision
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self.check_input(z)
-        form = self.form(z)
+        form = self.block_form(z)
         lu, pivots = self._factors.lu(describe(self), self.weight, form, keep=not self.training)
         log_det = -self._log_abs_det(z)
         if z.shape[0] == 0:
             return z, log_det  # FFT libraries refuse an empty batch
         # W's blocks are rebuilt only if their gradient is needed; otherwise the factors are enough.
         wants_gradient = torch.is_grad_enabled() and self.weight.requires_grad
-        blocks = form.blocks(widen(self.weight)) if wants_gradient else lu
-        columns = form.split(widen(z - self.broadcast_bias()))
+        blocks = form.blocks(to_float64(self.weight)) if wants_gradient else lu
+        columns = form.split(to_float64(z - self.broadcast_bias()))
         x = form.join(FactoredSolve.apply(blocks, columns, lu, pivots))
         return x.to(z), log_det
 
     def _log_abs_det(self, x: Tensor) -> Tensor:
         """log|det W| for each example of x: exact; W is factorised again only in a backward pass, for the gradient."""
-        form = self.form(x)
+        form = self.block_form(x)
         value = self._factors.log_abs_det(describe(self), self.weight, form)
-        log_det = AmortisedLogDet.apply(self.weight, value, lambda weight: log_abs_det(widen(weight), form))
+        log_det = AmortisedLogDet.apply(self.weight, value, lambda weight: log_abs_det(to_float64(weight), form))
         return log_det.to(x).repeat(x.shape[0])
 
 
@@ -108,7 +108,7 @@ class DenseMap(LinearMap):
 
     def __init__(self, features: int, bias: bool = True) -> None:
         super().__init__()
-        self.features = features = count(type(self).__name__, "features", features)
+        self.features = features = positive_int(type(self).__name__, "features", features)
         self.weight = nn.Parameter(torch.eye(features) + nn.init.xavier_normal_(torch.empty(features, features), gain=0.01))
         self.bias = nn.Parameter(torch.zeros(features)) if bias else None
 
@@ -118,7 +118,7 @@ class DenseMap(LinearMap):
     def check_shape(self, x: Tensor) -> None:
         expect_shape(self, x, self.features)
 
-    def form(self, x: Tensor) -> BlockForm:
+    def block_form(self, x: Tensor) -> BlockForm:
         return Dense()
 
     def apply_weight(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -146,11 +146,11 @@ class ConvMap(LinearMap):
     ) -> None:
         super().__init__()
         who = type(self).__name__
-        self.channels = count(who, "channels", channels)
+        self.channels = positive_int(who, "channels", channels)
         self.kernel_size = odd_kernel(who, "kernel_size", kernel_size)
         if pair(who, "stride", stride) != (1, 1):
             raise ValueError(f"{who}: expected stride 1, got {stride}; a strided convolution is not invertible")
-        groups = count(who, "groups", groups)
+        groups = positive_int(who, "groups", groups)
         if self.channels % groups:
             raise ValueError(f"{who}: expected groups that divide the {channels} channels, got {groups}")
         if padding_mode not in ("zeros", "circular"):
@@ -174,14 +174,14 @@ class ConvMap(LinearMap):
         """Raises ValueError for a circular kernel that would wrap onto itself."""
         if self.geometry.padding_mode != "circular":
             return
-        spans = [step * (taps - 1) + 1 for taps, step in zip(kernel_size, self.geometry.dilation, strict=True)]
+        spans = [dilation * (taps - 1) + 1 for taps, dilation in zip(kernel_size, self.geometry.dilation, strict=True)]
         if spans[0] > x.shape[2] or spans[1] > x.shape[3]:
             raise ValueError(
                 f"{describe(self)}: expected images of at least {spans[0]}×{spans[1]} for a circular {name} of {kernel_size} "
                 f"with dilation {self.geometry.dilation}, got {x.shape[2]}×{x.shape[3]}"
             )
 
-    def form(self, x: Tensor) -> BlockForm:
+    def block_form(self, x: Tensor) -> BlockForm:
         size = (x.shape[1], x.shape[2], x.shape[3])
         if self.kernel_size == (1, 1):
             return PerPixel(size, self.geometry.groups)
@@ -198,13 +198,13 @@ def convolve_without_gradient(x: Tensor, kernel: Tensor, geometry: Geometry) -> 
     """`convolve`, by a kernel where one fits and no gradient is needed."""
     if torch.is_grad_enabled() or not conv_kernels_fit(x, kernel, None, geometry):
         return convolve(x, kernel, geometry)
-    from selfnorm.kernels.conv.plain import conv_forward
+    from selfnorm.kernels.conv.convolution import conv_forward
 
     return conv_forward(x, kernel, None)[0]
 
 
-def drop_kept_inverse(state_dict: dict[str, Any], prefix: str) -> None:
-    """Removes from a twin's state what only layers with a kept inverse have; the rest is the same for all twins."""
+def drop_stored_inverse(state_dict: dict[str, Any], prefix: str) -> None:
+    """Removes from a twin's state what only layers that store an inverse have; the rest is the same for all twins."""
     for name in ("weight_inv", "fallbacks"):
         state_dict.pop(prefix + name, None)
 

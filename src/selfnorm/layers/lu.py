@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection
-from selfnorm.layers.linear import drop_kept_inverse
+from selfnorm.layers.linear import drop_stored_inverse
 from selfnorm.linalg.blocks import Dense
-from selfnorm.linalg.factors import ExactFactors, widen
+from selfnorm.linalg.factors import ExactFactors, to_float64
 from selfnorm.runtime.autograd import in_full_precision
-from selfnorm.runtime.checks import count, describe, expect_like, expect_shape
+from selfnorm.runtime.checks import describe, expect_like, expect_shape, positive_int
 
 
 class LULinear(Bijection):
@@ -36,7 +36,7 @@ class LULinear(Bijection):
 
     def __init__(self, features: int, bias: bool = True) -> None:
         super().__init__()
-        self.features = features = count(type(self).__name__, "features", features)
+        self.features = features = positive_int(type(self).__name__, "features", features)
         start = torch.eye(features) + nn.init.xavier_normal_(torch.empty(features, features), gain=0.01)
         factors, permutation, signs = _factorise(f"LULinear({features})", start)
         self.factors = nn.Parameter(factors)
@@ -64,8 +64,8 @@ class LULinear(Bijection):
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """By two triangular solves, in float64."""
         self._check_input(z)
-        packed = widen(self.factors)
-        shifted = widen(z if self.bias is None else z - self.bias)
+        packed = to_float64(self.factors)
+        shifted = to_float64(z if self.bias is None else z - self.bias)
         back = shifted[:, self.permutation.argsort().to(shifted.device)].mT
         # A triangular solve reads only its own triangle.
         half = torch.linalg.solve_triangular(packed, back, upper=False, unitriangular=True)
@@ -73,7 +73,7 @@ class LULinear(Bijection):
         return torch.linalg.solve_triangular(upper, half, upper=True).mT.to(z), -self._log_det(z)
 
     def _log_det(self, x: Tensor) -> Tensor:
-        return widen(self.factors.diagonal()).sum().to(x).repeat(x.shape[0])
+        return to_float64(self.factors.diagonal()).sum().to(x).repeat(x.shape[0])
 
     def _diagonal(self, factors: Tensor) -> Tensor:
         """The diagonal of U (D,), in the precision of the factors."""
@@ -89,7 +89,7 @@ class LULinear(Bijection):
             parts = zip(("factors", "permutation", "signs"), _factorise(describe(self), weight), strict=True)
             del state_dict[prefix + "weight"]
             state_dict.update({prefix + name: part for name, part in parts})
-            drop_kept_inverse(state_dict, prefix)
+            drop_stored_inverse(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 

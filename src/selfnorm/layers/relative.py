@@ -20,7 +20,7 @@ from torch import Tensor
 
 from selfnorm.bijection import Surrogate
 from selfnorm.kernels.dispatch import usable
-from selfnorm.layers.linear import DenseMap, drop_kept_inverse
+from selfnorm.layers.linear import DenseMap, drop_stored_inverse
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
 from selfnorm.runtime.context import current_step
 
@@ -51,7 +51,7 @@ class RelativeLinear(DenseMap):
         return Surrogate.exact(*FusedRelativeLinear.apply(x, self.weight, self.bias, current_step()))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        drop_kept_inverse(state_dict, prefix)
+        drop_stored_inverse(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 

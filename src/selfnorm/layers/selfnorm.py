@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from selfnorm.bijection import Surrogate
 from selfnorm.kernels.conv.choice import small_images
 from selfnorm.kernels.dispatch import usable
-from selfnorm.layers.kept_inverse import KeptInverse
 from selfnorm.layers.linear import ConvMap, DenseMap, convolve_without_gradient, odd_kernel
+from selfnorm.layers.stored_inverse import StoredInverse
 from selfnorm.linalg.blocks import Dense, PerPixel
 from selfnorm.linalg.convmatrix import (
     Geometry,
@@ -44,10 +44,10 @@ from selfnorm.runtime.context import current_step
 
 # On a CPU, multiplying a transposed view uses all threads, while a transposed copy works in cache-friendly tiles on one. For
 # wider matrices, and for rows that lie a multiple of many cache lines apart, the copy is faster.
-WIDEST_TRANSPOSED_VIEW = 2048
+MAX_TRANSPOSED_VIEW = 2048
 
 
-class _SelfNormalizing(KeptInverse):
+class _SelfNormalizing(StoredInverse):
     """Training of W and R together, for any shape. Abstract."""
 
     surrogate_is_exact = False
@@ -216,7 +216,7 @@ class _SelfNormLinear(torch.autograd.Function):
 def _times_transposed(scale: Tensor, matrix: Tensor) -> Tensor:
     """scale·matrixᵀ, contiguous."""
     rows = matrix.shape[0]
-    if matrix.device.type != "cpu" or rows > WIDEST_TRANSPOSED_VIEW or rows % 64 == 0:
+    if matrix.device.type != "cpu" or rows > MAX_TRANSPOSED_VIEW or rows % 64 == 0:
         return transposed(matrix).mul_(scale)
     return torch.mul(matrix.mT, scale, out=matrix.new_empty(matrix.shape))
 

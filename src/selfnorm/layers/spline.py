@@ -13,12 +13,12 @@ from selfnorm.bijection import Surrogate
 from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.events import sum_event
 from selfnorm.layers.fusable import FusableLayer
-from selfnorm.runtime.checks import count, event_shape, expect_shape
+from selfnorm.runtime.checks import event_shape, expect_shape, positive_int
 
 # The smallest share of the interval that a bin can take in x or in z, and the smallest slope at a knot.
 SPLINE_MINIMUM = 1e-3
 # The fused kernel holds an element's knots in registers, which have no room for more.
-MOST_FUSED_BINS = 16
+MAX_FUSED_BINS = 16
 
 
 class SplineActivation(FusableLayer):
@@ -38,7 +38,7 @@ class SplineActivation(FusableLayer):
     def __init__(self, shape: int | Sequence[int], bins: int = 5, bound: float = 10.0) -> None:
         super().__init__()
         self.shape = event_shape("SplineActivation", shape)
-        self.bins = count("SplineActivation", "bins", bins)
+        self.bins = positive_int("SplineActivation", "bins", bins)
         if bins * SPLINE_MINIMUM >= 1:
             raise ValueError(f"SplineActivation: expected fewer than {1 / SPLINE_MINIMUM:g} bins, got {bins}")
         if not 0 < bound < math.inf:
@@ -101,7 +101,7 @@ class SplineActivation(FusableLayer):
 
     def _kernels_fit(self, x: Tensor) -> bool:
         slopes = self.slopes if self.bins > 1 else None
-        return self.bins <= MOST_FUSED_BINS and usable(x, self.widths, self.heights, slopes)
+        return self.bins <= MAX_FUSED_BINS and usable(x, self.widths, self.heights, slopes)
 
     def _knots(self) -> tuple[Tensor, Tensor, Tensor]:
         """The knots in x and in z and the slopes there, each (*shape, bins + 1)."""

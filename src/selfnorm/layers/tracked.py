@@ -1,6 +1,6 @@
-"""Layers whose inverse R follows W by linear algebra instead of being learned.
+"""Layers whose inverse R ≈ W⁻¹ is updated by linear algebra instead of being learned.
 
-After each optimiser step W has moved a little, and R follows: by one step of Newton–Schulz, R ← (2I − RW)R, which squares the
+After each optimiser step, which changes W a little, R is updated: by one step of Newton–Schulz, R ← (2I − RW)R, which squares the
 error I − RW, or by sketch-and-project, the smallest change that makes R right on a few random vectors. Training then uses the
 exact gradient with R in place of W⁻¹: no λ, no reconstruction, no halved gradient. If the error leaves the region in which the
 tracker converges, W is factorised again; `fallbacks` counts how often.
@@ -22,26 +22,26 @@ from torch import Tensor
 from selfnorm.bijection import InverseTracker, Surrogate
 from selfnorm.kernels.conv.choice import conv_kernels_fit, small_images
 from selfnorm.kernels.dispatch import allows_tf32, usable
-from selfnorm.layers.kept_inverse import KeptInverse
 from selfnorm.layers.linear import ConvMap, DenseMap, convolve_without_gradient
+from selfnorm.layers.stored_inverse import StoredInverse
 from selfnorm.linalg.blocks import Dense
 from selfnorm.linalg.convmatrix import Geometry, convolve, flip, tap_sums
-from selfnorm.linalg.factors import invert, widen
+from selfnorm.linalg.factors import invert, to_float64
 from selfnorm.linalg.iterations import sketch_and_project, transposed
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
-from selfnorm.runtime.checks import count, describe, expect_shape, pair
+from selfnorm.runtime.checks import describe, expect_shape, pair, positive_int
 from selfnorm.runtime.context import current_step
 from selfnorm.runtime.precision import full_float32
 
 Tracker = Literal["newton-schulz", "sketch"]
-LARGEST_DENSE_INVERSE = 4096  # rows of T(w)⁻¹: 64 MiB in float32
+MAX_DENSE_INVERSE = 4096  # rows of T(w)⁻¹: 64 MiB in float32
 
 
-class _Tracked(KeptInverse):
+class _Tracked(StoredInverse):
     """Tracking for any shape of W: R is the dense inverse (m, m) of the one block that W consists of. Abstract.
 
-    Buffers: weight_inv (m, m); fallbacks, how often W had to be factorised again; residual, ‖I − RW‖_F as the last `after_step`
-    found it before R followed (an estimate for sketching), and 0 after a factorisation.
+    Buffers: weight_inv (m, m); fallbacks, how often W had to be factorised again; residual, ‖I − RW‖_F as
+    measured by the last `after_step` before it updated R (an estimate for sketching), and 0 after a factorisation.
     """
 
     surrogate_is_exact = False
@@ -56,9 +56,9 @@ class _Tracked(KeptInverse):
                 f"{type(self).__name__}: expected tracker to be one of {', '.join(get_args(Tracker))}, got {tracker!r}"
             )
         self.tracker = tracker
-        inverse = self.inverse_of(widen(self.weight.detach())).to(self.weight)
+        inverse = self.inverse_of(to_float64(self.weight.detach())).to(self.weight)
         rows = inverse.shape[0]
-        self.rank = min(rows, math.ceil(rows / 8) if rank is None else count(type(self).__name__, "rank", rank))
+        self.rank = min(rows, math.ceil(rows / 8) if rank is None else positive_int(type(self).__name__, "rank", rank))
         self.register_buffer("weight_inv", inverse.contiguous())  # a solver's result is stored column by column
         self.register_buffer("fallbacks", torch.zeros((), dtype=torch.int64))
         self.register_buffer("residual", torch.zeros(()), persistent=False)
@@ -93,7 +93,7 @@ class _Tracked(KeptInverse):
         """Rows (n, m) times W."""
         raise NotImplementedError
 
-    def pull_back(self, R: Tensor, scale: Tensor) -> Tensor:
+    def log_det_gradient(self, R: Tensor, scale: Tensor) -> Tensor:
         """The weight's gradient of scale·log|det W| if R = W⁻¹: scale·Rᵀ, summed over all entries of W that a weight occupies."""
         raise NotImplementedError
 
@@ -103,16 +103,16 @@ class _Tracked(KeptInverse):
 
     def _plain(self, x: Tensor) -> Surrogate:
         z = self.apply_weight(x) + self.broadcast_bias()
-        return Surrogate.exact(z, _TrackedLogDet.apply(self.weight, self.weight_inv, self.pull_back, x.shape[0]))
+        return Surrogate.exact(z, _TrackedLogDet.apply(self.weight, self.weight_inv, self.log_det_gradient, x.shape[0]))
 
     def write_residual_to(self, entry: Tensor) -> None:
         self.residual = entry
 
     def after_step(self, *, generator: torch.Generator | None = None) -> None:
-        """Lets R follow W, and factorises W if R cannot. Waits for the device at each step: a lost R gives a wrong gradient.
+        """Updates R for the new W, and factorises W if R is lost. Waits for the device: a lost R gives a wrong gradient.
 
-        While a graph is captured, it neither waits nor checks: `join` the step before reading R or residual, and `settle` after
-        replays.
+        While a graph is captured, it neither waits nor checks: `join` the step before you read R or residual, and call
+        `recompute_if_lost` after replays.
         """
         step = current_step()
         with torch.autocast(self.weight.device.type, enabled=False):  # which would round R to half precision
@@ -120,23 +120,23 @@ class _Tracked(KeptInverse):
                 self.track(generator=generator)
             if not (self.weight.is_cuda and torch.cuda.is_current_stream_capturing()):
                 step.join()
-                self.settle()
+                self.recompute_if_lost()
 
     @torch.no_grad()
     def track(self, *, generator: torch.Generator | None = None) -> None:
-        """Lets R follow W, without waiting for the device. An R that is too far off stays unchanged, for `settle` to replace."""
+        """Updates R for the new W, without waiting for the device. A lost R stays unchanged until `recompute_if_lost`."""
         R = self.weight_inv
         if self.tracker == "newton-schulz":
             if usable(self.weight, R, self.residual) and R.is_contiguous() and R.numel() < 2**30:
-                from selfnorm.kernels.dense.tracking import follow
+                from selfnorm.kernels.dense.tracking import newton_schulz_update
 
-                follow(R, *self.error(), self.residual, self.largest_residual)
+                newton_schulz_update(R, *self.error(), self.residual, self.largest_residual)
                 return
             with full_float32():
                 excess = self.multiply_rows(R)
             excess.diagonal().sub_(1)
             residual = torch.linalg.vector_norm(excess)
-            followed = torch.addmm(R, excess, R, alpha=-1)  # (2I − RW)R, given RW − I
+            updated = torch.addmm(R, excess, R, alpha=-1)  # (2I − RW)R, given RW − I
         else:
             Q = torch.randn(R.shape[0], self.rank, generator=generator, dtype=R.dtype, device=R.device)
             with full_float32():
@@ -144,11 +144,11 @@ class _Tracked(KeptInverse):
                 missing = Q - R @ WQ
             # ‖(I − RW)Q‖² is on average τ·‖I − RW‖² for white Q.
             residual = torch.linalg.vector_norm(missing) / math.sqrt(self.rank)
-            followed = sketch_and_project(R, missing, WQ)
+            updated = sketch_and_project(R, missing, WQ)
             # A small estimate must not hide an R that was lost before and has not been replaced.
             residual = torch.where(self.residual < self.largest_residual, residual, self.residual)
         self.residual.copy_(residual)
-        torch.where(residual < self.largest_residual, followed, R, out=self.weight_inv)
+        torch.where(residual < self.largest_residual, updated, R, out=self.weight_inv)
 
     def error(self) -> tuple[Tensor, Tensor]:
         """I − RW and partial sums of its squares, by kernels."""
@@ -162,12 +162,12 @@ class _Tracked(KeptInverse):
         return error_of(product)
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def recompute_if_lost(self) -> None:
         """Factorises W if `residual` says that R is lost; waits for the device."""
         residual = float(self.residual)
         if residual < self.largest_residual:  # false for NaN
             return
-        self.weight_inv.copy_(self.inverse_of(widen(self.weight)))
+        self.weight_inv.copy_(self.inverse_of(to_float64(self.weight)))
         self.residual.zero_()
         self.fallbacks += 1
         if int(self.fallbacks) == 1:
@@ -233,7 +233,7 @@ class TrackedLinear(_Tracked, DenseMap):
 
         return error_of_matrix(self.weight_inv, self.weight)
 
-    def pull_back(self, R: Tensor, scale: Tensor) -> Tensor:
+    def log_det_gradient(self, R: Tensor, scale: Tensor) -> Tensor:
         return transposed(R).mul_(scale)
 
     def apply_inverse(self, z: Tensor) -> Tensor:
@@ -271,9 +271,9 @@ class TrackedConv2d(_Tracked, ConvMap):
         super().__init__(channels, kernel_size, bias=bias)
         self.size = pair("TrackedConv2d", "size", size)
         dimensions = self.channels * math.prod(self.size)
-        if self.kernel_size != (1, 1) and dimensions > LARGEST_DENSE_INVERSE:
+        if self.kernel_size != (1, 1) and dimensions > MAX_DENSE_INVERSE:
             raise ValueError(
-                f"TrackedConv2d: expected at most {LARGEST_DENSE_INVERSE} dimensions, since T(w)⁻¹ is a dense matrix, got "
+                f"TrackedConv2d: expected at most {MAX_DENSE_INVERSE} dimensions, since T(w)⁻¹ is a dense matrix, got "
                 f"{dimensions} ({self.channels}×{self.size[0]}×{self.size[1]}); use SelfNormConv2d there"
             )
         self._start_tracking(tracker, rank)
@@ -316,7 +316,7 @@ class TrackedConv2d(_Tracked, ConvMap):
 
         return error_of_convolution(self.weight_inv, self.weight, self.size)
 
-    def pull_back(self, R: Tensor, scale: Tensor) -> Tensor:
+    def log_det_gradient(self, R: Tensor, scale: Tensor) -> Tensor:
         if self.kernel_size == (1, 1):
             return (math.prod(self.size) * scale * R.mT)[:, :, None, None]
         return scale * tap_sums(R.mT[None], self.kernel_size, self.size, self.geometry)
@@ -328,16 +328,18 @@ class TrackedConv2d(_Tracked, ConvMap):
 
     def inverse_of(self, weight: Tensor) -> Tensor:
         example = weight.new_empty(1, self.channels, *self.size)
-        return invert(describe(self), weight, self.form(example))[0]
+        return invert(describe(self), weight, self.block_form(example))[0]
 
 
 class _TrackedLogDet(torch.autograd.Function):
-    """weight, R, pull_back, N -> zeros (N,) whose gradient for the weight is that of log|det W|, with R for W⁻¹."""
+    """weight, R, log_det_gradient, N -> zeros (N,) whose gradient for the weight is that of log|det W|, with R for W⁻¹."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, R: Tensor, pull_back: Callable[[Tensor, Tensor], Tensor], examples: int) -> Tensor:
+    def forward(
+        ctx: Any, weight: Tensor, R: Tensor, log_det_gradient: Callable[[Tensor, Tensor], Tensor], examples: int
+    ) -> Tensor:
         ctx.save_for_backward(R)
-        ctx.pull_back = pull_back
+        ctx.log_det_gradient = log_det_gradient
         return R.new_zeros(examples)
 
     @staticmethod
@@ -345,4 +347,4 @@ class _TrackedLogDet(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         refuse_second_derivative()
         (R,) = ctx.saved_tensors
-        return ctx.pull_back(R, grad.sum()), None, None, None
+        return ctx.log_det_gradient(R, grad.sum()), None, None, None

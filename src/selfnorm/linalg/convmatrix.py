@@ -22,7 +22,7 @@ from torch.nn.grad import conv2d_weight
 
 PaddingMode = Literal["zeros", "circular"]
 # Up to this many channels, torch's gradient for the input of a convolution takes 2 to 4 times as long as a convolution on a CPU.
-FEW_CHANNELS = 8
+MAX_FLIP_CHANNELS = 8
 
 
 class Geometry(NamedTuple):
@@ -35,7 +35,7 @@ class Geometry(NamedTuple):
 
 def convolve(x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
     """Returns T(w)x for a batch of images (N, C, H, W). Cost: O(N·HW·C²/groups·kh·kw)."""
-    few = x.device.type == "cpu" and w.shape[0] <= FEW_CHANNELS and _kernel_size(w) != (1, 1)
+    few = x.device.type == "cpu" and w.shape[0] <= MAX_FLIP_CHANNELS and _kernel_size(w) != (1, 1)
     if few and x.requires_grad and geometry.padding_mode == "zeros" and not torch.compiler.is_compiling():
         return _Convolution.apply(x, w, geometry)
     return _convolve(x, w, geometry)
@@ -109,8 +109,8 @@ def tap_counts(
 ) -> Tensor:
     """Returns how often each tap occurs in T(w) for one pair of channels, (kh, kw): m in the paper."""
     rows, columns = (
-        _axis_counts(taps, length, step, geometry.padding_mode, device)
-        for taps, length, step in zip(kernel_size, size, geometry.dilation, strict=True)
+        _axis_counts(taps, length, dilation, geometry.padding_mode, device)
+        for taps, length, dilation in zip(kernel_size, size, geometry.dilation, strict=True)
     )
     return torch.outer(rows, columns)
 
@@ -121,8 +121,8 @@ def conv_matrix(w: Tensor, size: tuple[int, int], geometry: Geometry) -> Tensor:
     Block g acts on the flattened channels of group g, (N, D).
     """
     rows, columns = (
-        _shifts(taps, length, step, geometry.padding_mode, w)
-        for taps, length, step in zip(_kernel_size(w), size, geometry.dilation, strict=True)
+        _shifts(taps, length, dilation, geometry.padding_mode, w)
+        for taps, length, dilation in zip(_kernel_size(w), size, geometry.dilation, strict=True)
     )
     kernel = _grouped(w, geometry.groups)
     # (groups, out, in, kh, kw) -> shift columns, then rows -> (groups, out, H, W, in, H', W')
@@ -140,8 +140,8 @@ def tap_sums(blocks: Tensor, kernel_size: tuple[int, int], size: tuple[int, int]
     """
     matrix = blocks.unflatten(2, (-1, *size)).unflatten(1, (-1, *size))  # (groups, out, H, W, in, H', W')
     rows, columns = (
-        _diagonals(taps, length, step, geometry.padding_mode)
-        for taps, length, step in zip(kernel_size, size, geometry.dilation, strict=True)
+        _diagonals(taps, length, dilation, geometry.padding_mode)
+        for taps, length, dilation in zip(kernel_size, size, geometry.dilation, strict=True)
     )
     sums = []
     for row, column in itertools.product(rows, columns):
@@ -156,7 +156,8 @@ def circular_symbols(w: Tensor, size: tuple[int, int], geometry: Geometry) -> Te
     Shape: (groups, H·W, C/groups, C/groups), complex; one block for each group and frequency.
     """
     rows, columns = (
-        _phases(taps, length, step, w) for taps, length, step in zip(_kernel_size(w), size, geometry.dilation, strict=True)
+        _phases(taps, length, dilation, w)
+        for taps, length, dilation in zip(_kernel_size(w), size, geometry.dilation, strict=True)
     )
     kernel = _grouped(w, geometry.groups).to(rows.dtype)
     wide = torch.einsum("goikl,lv->gvoik", kernel, columns)
@@ -194,46 +195,46 @@ def _grouped(w: Tensor, groups: int) -> Tensor:
     return w.reshape(groups, w.shape[0] // groups, *w.shape[1:])
 
 
-def _offsets(taps: int, step: int, device: torch.device | None) -> Tensor:
+def _offsets(taps: int, dilation: int, device: torch.device | None) -> Tensor:
     """Returns the distance of each tap from the centre of the kernel, (taps,); `step` is the dilation."""
-    return (torch.arange(taps, device=device) - taps // 2) * step
+    return (torch.arange(taps, device=device) - taps // 2) * dilation
 
 
 def _pad(x: Tensor, kernel_size: tuple[int, int], geometry: Geometry) -> tuple[Tensor, tuple[int, int]]:
     """Returns the input, wrapped around if circular, and the zero padding that torch's convolution has to add."""
-    rows, columns = (step * (taps // 2) for taps, step in zip(kernel_size, geometry.dilation, strict=True))
+    rows, columns = (dilation * (taps // 2) for taps, dilation in zip(kernel_size, geometry.dilation, strict=True))
     if geometry.padding_mode == "zeros" or rows == columns == 0:
         return x, (rows, columns)
     return F.pad(x, (columns, columns, rows, rows), mode="circular"), (0, 0)
 
 
-def _axis_counts(taps: int, length: int, step: int, mode: PaddingMode, device: torch.device | None) -> Tensor:
+def _axis_counts(taps: int, length: int, dilation: int, mode: PaddingMode, device: torch.device | None) -> Tensor:
     """Returns how many outputs along an axis read the image through each tap, (taps,)."""
-    offsets = _offsets(taps, step, device)
+    offsets = _offsets(taps, dilation, device)
     if mode == "circular":
         return torch.full_like(offsets, length)
     return (length - offsets.abs()).clamp(min=0)
 
 
-def _shifts(taps: int, length: int, step: int, mode: PaddingMode, like: Tensor) -> Tensor:
+def _shifts(taps: int, length: int, dilation: int, mode: PaddingMode, like: Tensor) -> Tensor:
     """Returns S (taps, length, length): S[k, i, j] = 1 where output i reads input j through tap k."""
     position = torch.arange(length, device=like.device)
-    reads = position[None, :, None] + _offsets(taps, step, like.device)[:, None, None]
+    reads = position[None, :, None] + _offsets(taps, dilation, like.device)[:, None, None]
     if mode == "circular":
         reads = reads % length
     return (reads == position).to(like.dtype)
 
 
-def _diagonals(taps: int, length: int, step: int, mode: PaddingMode) -> list[tuple[int, ...]]:
+def _diagonals(taps: int, length: int, dilation: int, mode: PaddingMode) -> list[tuple[int, ...]]:
     """Returns, for each tap k, the diagonals of S_k (length, length) that hold ones: two if the tap wraps around."""
-    offsets = [(tap - taps // 2) * step for tap in range(taps)]
+    offsets = [(tap - taps // 2) * dilation for tap in range(taps)]
     if mode == "circular":
         return [(offset % length, offset % length - length) for offset in offsets]
     return [(offset,) for offset in offsets]
 
 
-def _phases(taps: int, length: int, step: int, like: Tensor) -> Tensor:
+def _phases(taps: int, length: int, dilation: int, like: Tensor) -> Tensor:
     """Returns (taps, length): a tap at offset d multiplies frequency f by exp(2πi·f·d/length)."""
-    angle = torch.outer(_offsets(taps, step, like.device), torch.arange(length, device=like.device)) % length
+    angle = torch.outer(_offsets(taps, dilation, like.device), torch.arange(length, device=like.device)) % length
     angle = angle.to(like.dtype) * (2 * math.pi / length)
     return torch.polar(torch.ones_like(angle), angle)

@@ -15,7 +15,7 @@ class SingularWeightError(ValueError):
     """Raised when a weight is singular and so has no exact inverse and no finite log-determinant."""
 
 
-def widen(x: Tensor) -> Tensor:
+def to_float64(x: Tensor) -> Tensor:
     """Returns x in float64, on the CPU if its own device has no float64."""
     return x.to("cpu" if x.device.type == "mps" else x.device, torch.float64)
 
@@ -55,7 +55,7 @@ class ExactFactors:
         bad = int((~torch.isfinite(weight)).sum())
         if bad:
             raise ValueError(f"{who}: expected finite weights, got {bad} non-finite of {weight.numel()} entries")
-        wide = widen(weight)
+        wide = to_float64(weight)
         lu, pivots, _ = torch.linalg.lu_factor_ex(form.blocks(wide))
         diagonal = lu.diagonal(dim1=-2, dim2=-1).abs()
         # Pivot k is a difference, a_kk − Σ_j l_kj u_jk. If it is no larger than the rounding error of its terms, it counts as

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from selfnorm.linalg.learned import LearnedInverse
 from selfnorm.runtime.autograd import in_full_precision
-from selfnorm.runtime.checks import count, describe, event_shape
+from selfnorm.runtime.checks import describe, event_shape, positive_int
 
 # Vectors that `spectral_radius` iterates together: the growth of a single one oscillates with the phase of a complex pair.
-STARTS = 8
+POWER_ITERATION_STARTS = 8
 
 
 class InfiniteVarianceError(ValueError):
@@ -41,7 +41,7 @@ def draw_terms(probes: int, keep: float, generator: torch.Generator | None = Non
     [5, 1, 0, 3, 1, 2, 0, 0]
     """
     keep = expect_probability("draw_terms", keep)
-    uniform = torch.rand(count("draw_terms", "probes", probes), generator=generator, dtype=torch.float64, device="cpu")
+    uniform = torch.rand(positive_int("draw_terms", "probes", probes), generator=generator, dtype=torch.float64, device="cpu")
     # 1 − U lies in (0, 1], and is at most qᵏ with probability qᵏ.
     return [int(math.log1p(-u) / math.log(keep)) for u in uniform.tolist()]
 
@@ -95,9 +95,9 @@ def spectral_radius(
     normal; the mean over n steps is right up to O(1/n), and a little high for Jordan blocks. Cost: two products per iteration
     with a batch of 8, and one wait for the device, on which `generator` draws the starts.
     """
-    iterations = count("spectral_radius", "iterations", iterations)
+    iterations = positive_int("spectral_radius", "iterations", iterations)
     shape = event_shape("spectral_radius", shape)
-    x = torch.randn(STARTS, *shape, generator=generator, device=layer.weight.device, dtype=layer.weight.dtype)
+    x = torch.randn(POWER_ITERATION_STARTS, *shape, generator=generator, device=layer.weight.device, dtype=layer.weight.dtype)
     layer.check_input(x)
     growth = []
     for _ in range(iterations):

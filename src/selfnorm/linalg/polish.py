@@ -15,13 +15,13 @@ from torch import Tensor
 
 from selfnorm.linalg.blocks import ZeroPadded
 from selfnorm.linalg.convmatrix import tap_counts, tap_sums
-from selfnorm.linalg.factors import invert, widen
+from selfnorm.linalg.factors import invert, to_float64
 from selfnorm.linalg.iterations import newton_schulz, sketch_and_project
 from selfnorm.linalg.learned import LearnedInverse, LearnedKernel
 from selfnorm.runtime.checks import describe
 
 DIRECTIONS = 8  # corrected by the low-rank polish: measured errors lie in a handful of them
-LARGEST_FACTORISED = 4096  # rows of a T(w)
+MAX_FACTORISED_ROWS = 4096  # rows of a T(w)
 
 
 @torch.no_grad()
@@ -53,10 +53,10 @@ def expect_tap_mean(layer: LearnedInverse) -> None:
             f"{describe(layer)}: expected to know the image's size for a tap-mean, got none; call surrogate(x) first"
         )
     groups = kernel.geometry.groups
-    if math.prod(layer.example_shape) // groups > LARGEST_FACTORISED:
+    if math.prod(layer.example_shape) // groups > MAX_FACTORISED_ROWS:
         size = "×".join(map(str, layer.example_shape))
         raise ValueError(
-            f"{describe(layer)}: expected images of at most {LARGEST_FACTORISED} dimensions per group for a tap-mean, which "
+            f"{describe(layer)}: expected images of at most {MAX_FACTORISED_ROWS} dimensions per group for a tap-mean, which "
             f"factorises T(w), got {size} in {groups}; use polish=least-squares"
         )
 
@@ -100,7 +100,7 @@ def _orthonormal(columns: Tensor) -> Tensor:
 
 def _least_squares(layer: LearnedInverse, generator: torch.Generator | None) -> Tensor:
     """The R of its size that minimises ‖RW − I‖, for k×k kernels away from the border; else W⁻¹. A factorisation."""
-    return layer.inverse_of(widen(layer.weight))
+    return layer.inverse_of(to_float64(layer.weight))
 
 
 def _tap_mean(layer: LearnedInverse, generator: torch.Generator | None) -> Tensor:
@@ -112,10 +112,10 @@ def _tap_mean(layer: LearnedInverse, generator: torch.Generator | None) -> Tenso
     expect_tap_mean(layer)
     kernel = _as_kernel(layer)
     if kernel is None:
-        return layer.inverse_of(widen(layer.weight))
+        return layer.inverse_of(to_float64(layer.weight))
     channels, height, width = layer.example_shape
     geometry, size, kernel_size = kernel.geometry, (height, width), kernel.inverse_kernel_size
-    inverse = invert(describe(layer), widen(layer.weight), ZeroPadded((channels, height, width), geometry))
+    inverse = invert(describe(layer), to_float64(layer.weight), ZeroPadded((channels, height, width), geometry))
     counts = tap_counts(kernel_size, size, geometry, inverse.device).clamp(min=1)  # a tap that no pixel uses has a sum of 0
     return tap_sums(inverse, kernel_size, size, geometry) / counts
 

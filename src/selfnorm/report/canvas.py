@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from PIL.Image import Image
 
-LARGEST_SHEET_BYTES = 200_000
+MAX_SHEET_BYTES = 200_000
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -47,7 +47,7 @@ def png_bytes(image: Image) -> bytes:
 
 
 def sheet_bytes(image: Image) -> bytes:
-    """Returns the image as PNG, with fewer colours if it would otherwise exceed `LARGEST_SHEET_BYTES`.
+    """Returns the image as PNG, with fewer colours if it would otherwise exceed `MAX_SHEET_BYTES`.
 
     Colours are not dithered: that would blur enlarged pixels, and compress worse.
     """
@@ -58,7 +58,7 @@ def sheet_bytes(image: Image) -> bytes:
         image = image.convert("L")
     content = png_bytes(image)
     for colours in (128, 64, 32, 16):
-        if len(content) < LARGEST_SHEET_BYTES:
+        if len(content) < MAX_SHEET_BYTES:
             break
         content = png_bytes(image.quantize(colours, dither=Image.Dither.NONE))
     return content

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from selfnorm.report.canvas import new_figure, png_bytes, rendered, sheet_bytes, write_png
-from selfnorm.runtime.checks import count, expect_finite
+from selfnorm.runtime.checks import expect_finite, positive_int
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -97,7 +97,7 @@ def sample_scatter(path: str | Path, learned: Tensor, exact: Tensor, data: Tenso
     write_png(path, png_bytes(rendered(figure)))
 
 
-def curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Sequence[str] = (), *, exact: bool = False) -> None:
+def run_curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Sequence[str] = (), *, exact: bool = False) -> None:
     """Draws the metrics of a run: validation NLL, training loss, reconstruction error of each layer, and λ if it varies.
 
     records:  of kind "validation" (epoch, nll) and "epoch" (epoch, surrogate; reconstruction and λ by layer).
@@ -155,7 +155,7 @@ def curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Sequen
     write_png(path, png_bytes(rendered(figure)))
 
 
-def courses(path: str | Path, title: str, lines: Mapping[str, Sequence[Sequence[tuple[float, float | None]]]]) -> None:
+def comparison_curves(path: str | Path, title: str, lines: Mapping[str, Sequence[Sequence[tuple[float, float | None]]]]) -> None:
     """Draws exact validation NLL against seconds of training. Each label has one or several runs, each a list of (seconds, NLL).
 
     For several runs the mean is drawn, up to the end of the shortest, with each run faintly behind it. The vertical axis leaves
@@ -204,10 +204,10 @@ def courses(path: str | Path, title: str, lines: Mapping[str, Sequence[Sequence[
     write_png(path, png_bytes(rendered(figure)))
 
 
-def _common_axis(ax: Axes, courses: Sequence[Array]) -> float:
+def _common_axis(ax: Axes, curves: Sequence[Array]) -> float:
     """Sets the vertical limits from the values after the first fifth of each curve, and returns the upper one. One bad curve
     does not flatten the others."""
-    finite = [values for course in courses if len(values := course[np.isfinite(course)])]
+    finite = [values for curve in curves if len(values := curve[np.isfinite(curve)])]
     if not finite:
         return math.inf
     low = min(float(values.min()) for values in finite)
@@ -289,7 +289,7 @@ def _displayed_pixels(who: str, images: Tensor, levels: int) -> Array:
         raise ValueError(f"{who}: expected images (n, C, H, W), got {tuple(images.shape)}")
     images = images[:, : 3 if images.shape[1] >= 3 else 1]
     expect_finite(who, "image", images)
-    highest = count(who, "levels", levels) - 1
+    highest = positive_int(who, "levels", levels) - 1
     whole = images.detach().double().cpu().floor().clamp(0, highest)
     grey = (whole * (255 / max(1, highest))).round().to(torch.uint8)
     values: Array = grey.permute(0, 2, 3, 1).numpy()

@@ -14,7 +14,7 @@ from selfnorm.report.canvas import new_figure, png_bytes, rendered, write_png
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LARGEST_BAR_RATIO = 10  # largest time over smallest: bars below this, dots from there on
+MAX_BAR_RATIO = 10  # largest time over smallest: bars below this, dots from there on
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Bar:
 def bars(path: str | Path, title: str, shown: Sequence[Bar], xlabel: str = "ms per training step") -> None:
     """Draws one row for each time, in the order given, with its spread, its floor, and its median as text.
 
-    Draws bars from 0 if the largest time is less than `LARGEST_BAR_RATIO` times the smallest. Otherwise draws dots on a
+    Draws bars from 0 if the largest time is less than `MAX_BAR_RATIO` times the smallest. Otherwise draws dots on a
     logarithmic axis, where the length of a bar would be meaningless.
     """
     if not shown:
         raise ValueError("bars: expected at least one time to draw, got none")
     floors = [bar.floor for bar in shown if bar.floor]
     highest, lowest = max(bar.high for bar in shown), min(bar.low for bar in shown)
-    linear = highest < LARGEST_BAR_RATIO * lowest
+    linear = highest < MAX_BAR_RATIO * lowest
     figure = new_figure(8.2, 1.3 + 0.27 * len(shown))
     ax = figure.add_subplot()
     groups = list(dict.fromkeys(bar.group for bar in shown))

@@ -69,7 +69,7 @@ def expect_finite(who: str, what: str, value: Tensor, hint: Callable[[], str] = 
         raise ValueError(f"{who}: expected a finite {what}, got {bad} non-finite of {value.numel()} values{hint()}")
 
 
-def count(who: str, name: str, value: SupportsIndex) -> int:
+def positive_int(who: str, name: str, value: SupportsIndex) -> int:
     """Returns `value`, of any integer type, as an int; raises ValueError unless it is at least 1."""
     try:
         number = index(value)
@@ -85,7 +85,7 @@ def pair(who: str, name: str, value: int | Sequence[int]) -> tuple[int, int]:
     sides = tuple(value) if isinstance(value, Sequence) else (value, value)
     if len(sides) != 2:
         raise ValueError(f"{who}: expected {name} to be a number or (height, width), got {value!r}")
-    return count(who, name, sides[0]), count(who, name, sides[1])
+    return positive_int(who, name, sides[0]), positive_int(who, name, sides[1])
 
 
 def event_shape(who: str, shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -93,4 +93,4 @@ def event_shape(who: str, shape: int | Sequence[int]) -> tuple[int, ...]:
     sides = tuple(shape) if isinstance(shape, Sequence) else (shape,)
     if not sides:
         raise ValueError(f"{who}: expected a shape with at least one side, got {shape}")
-    return tuple(count(who, "every side of the shape", side) for side in sides)
+    return tuple(positive_int(who, "every side of the shape", side) for side in sides)

@@ -70,7 +70,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 @contextmanager
-def waiting_is_an_error() -> Iterator[None]:
+def error_on_sync() -> Iterator[None]:
     """Context manager that raises RuntimeError if code in its block waits for a CUDA device."""
     before = torch.cuda.get_sync_debug_mode()
     try:
@@ -83,7 +83,7 @@ def waiting_is_an_error() -> Iterator[None]:
 
 
 @contextmanager
-def generator_kept(device: torch.device) -> Iterator[None]:
+def restoring_generator(device: torch.device) -> Iterator[None]:
     """Context manager that restores the device's default random generator if a capture in its block fails.
 
     A failed capture may leave the generator in capture mode, where it refuses every draw outside of a capture.

@@ -81,7 +81,7 @@ def update_eagerly(optimizer: torch.optim.Adam, rate: float, failed: Tensor) -> 
     optimizer.step()
 
 
-def errors_if_updated(loss: Loss, metrics: Metrics, frozen: Tensor) -> Metrics:
+def metrics_unless_frozen(loss: Loss, metrics: Metrics, frozen: Tensor) -> Metrics:
     """The metrics for `loss.after_step`: their errors are NaN if the step changed no weight, so that multipliers do not move."""
     if type(loss.penalty) is Fixed:  # it has no multipliers
         return metrics
@@ -142,12 +142,12 @@ class GuardedAdam:
         """The gradients that autograd has left in `.grad`."""
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
-    def note_lost(self, residuals: Tensor, limits: Tensor) -> None:
+    def raise_lost(self, residuals: Tensor, limits: Tensor) -> None:
         """Raises `lost` unless each residual is below its limit; a NaN raises it, too."""
         if usable(self.flags.lost):
-            from selfnorm.kernels.dense.adam import note_lost
+            from selfnorm.kernels.dense.adam import raise_lost
 
-            note_lost(self.flags.lost, residuals, limits)
+            raise_lost(self.flags.lost, residuals, limits)
         else:
             within = (residuals < limits).all().to(self.flags.lost)
             self.flags.lost.copy_(torch.maximum(self.flags.lost, 1 - within))

@@ -24,13 +24,13 @@ from selfnorm.runtime.collector import collected_gradients
 from selfnorm.runtime.device import synchronize
 from selfnorm.runtime.graphs import capturing
 from selfnorm.runtime.streams import Branches, branching
-from selfnorm.train.adam import GuardedAdam, errors_if_updated
+from selfnorm.train.adam import GuardedAdam, metrics_unless_frozen
 from selfnorm.train.step import no_mark
 
 # Steps that run uncaptured first: they compile kernels, and libraries allocate what cannot be allocated during a capture.
-EAGER_STEPS = 3
+WARM_UP_STEPS = 3
 # Modules times steps in one graph. A graph of a few thousand kernels is quick to make; more steps would gain nothing.
-GRAPH_MODULES = 2000
+MAX_MODULES_PER_GRAPH = 2000
 
 
 def can_be_captured(loss: Loss, batches: TrainingBatches) -> bool:
@@ -44,7 +44,7 @@ class CapturedStep:
 
     def __init__(self, loss: Loss, optimizer: torch.optim.Adam, batches: TrainingBatches, clip: float | None) -> None:
         self.loss, self.optimizer, self.batches = loss, optimizer, batches
-        self.front, self._rest = loss.flow.split_front()
+        self.preprocessing, self._rest = loss.flow.split_preprocessing()
         # Large parameters first: torch's kernels for many tensors take some 36 of them per launch and 65,536 numbers per
         # processor, so small tensors between large ones would leave most of the card idle.
         trained = (parameter for parameter in loss.parameters() if parameter.requires_grad)
@@ -56,7 +56,7 @@ class CapturedStep:
         # Where R is not read before the next update, its tracker may run during the next forward and backward pass.
         late = all(tracker.reads_inverse_late for tracker in self._trackers)
         self._tracks_late = clip is None and usable(self.failed) and late
-        self._several = _steps_per_graph(batches.block, sum(1 for _ in loss.modules()))
+        self._graph_steps = _steps_per_graph(batches.block, sum(1 for _ in loss.modules()))
         self._taken = 0
         self.mark: Callable[..., None] = no_mark
         self._graphs = _Graphs(batches.examples.device)
@@ -71,35 +71,35 @@ class CapturedStep:
         self._stored = self._stored.to(device)
         self._noise = torch.Generator(device)
         with torch.no_grad():
-            example = self.front.surrogate(zeros(1, *batches.examples.shape)).z
-        self._behind_front = zeros(rows, *example.shape[1:])
-        self._front_nll = zeros(batches.block)
+            example = self.preprocessing.surrogate(zeros(1, *batches.examples.shape)).z
+        self._preprocessed = zeros(rows, *example.shape[1:])
+        self._preprocessing_nll = zeros(batches.block)
         self._block: tuple[int, int] | None = None  # which one it is
         # Then, some steps of it:
-        self._x = torch.zeros_like(self._behind_front[: self._several * batches.batch_size])
-        self._rates = zeros(self._several)
-        self._generators = [torch.Generator(device) for _ in range(self._several)] if loss.draws else []
-        self._history = zeros(self._several, 2 + len(loss.flow.reconstruction_names))  # loss, surrogate, errors of each step
+        self._x = torch.zeros_like(self._preprocessed[: self._graph_steps * batches.batch_size])
+        self._rates = zeros(self._graph_steps)
+        self._generators = [torch.Generator(device) for _ in range(self._graph_steps)] if loss.draws else []
+        self._history = zeros(self._graph_steps, 2 + len(loss.flow.reconstruction_names))  # loss, surrogate, errors of each step
         self.losses = zeros(0)
 
     def steps_per_call(self, index: int) -> int:
         left = min(self.batches.steps_per_epoch, (index // self.batches.block + 1) * self.batches.block) - index
-        return self._several if self._taken >= EAGER_STEPS and left >= self._several else 1
+        return self._graph_steps if self._taken >= WARM_UP_STEPS and left >= self._graph_steps else 1
 
     def __call__(self, epoch: int, index: int, *rates: float) -> Metrics:
         size, n = self.batches.batch_size, len(rates)
         number, within = divmod(index, self.batches.block)
         if self._block != (epoch, number):
             self._make_block(epoch, number)
-        self._x[: n * size].copy_(self._behind_front[within * size : (within + n) * size])
+        self._x[: n * size].copy_(self._preprocessed[within * size : (within + n) * size])
         self._rates[:n].copy_(_pinned(torch.tensor(rates), self._rates.device), non_blocking=True)
         for step, generator in enumerate(self._generators[:n], index):
             generator.manual_seed(seed_of(self.batches.seed, "probes", epoch, step))
-        self._graphs.run(f"{n} steps", lambda: self._take(n), self._generators[:n], warm=self._taken >= EAGER_STEPS)
+        self._graphs.run(f"{n} steps", lambda: self._take(n), self._generators[:n], warm=self._taken >= WARM_UP_STEPS)
         self._taken += n
-        front_nll = self._front_nll[within : within + n]
-        self.losses = self._history[:n, 0] + front_nll
-        return Metrics(self._history[:n, 1] + front_nll, self._history[:n, 2:].clone())
+        preprocessing_nll = self._preprocessing_nll[within : within + n]
+        self.losses = self._history[:n, 0] + preprocessing_nll
+        return Metrics(self._history[:n, 1] + preprocessing_nll, self._history[:n, 2:].clone())
 
     def clear_lost(self) -> None:
         self._adam.clear_lost()
@@ -123,16 +123,16 @@ class CapturedStep:
         else:
             self._stored[:rows].copy_(self.batches.examples.gather(index))
         self._noise.manual_seed(self.batches.seed_of_block(epoch, number))
-        self._graphs.run(f"{rows} examples", lambda: self._prepare(rows), [self._noise], warm=self._taken >= EAGER_STEPS)
+        self._graphs.run(f"{rows} examples", lambda: self._prepare(rows), [self._noise], warm=self._taken >= WARM_UP_STEPS)
         self._block = (epoch, number)
 
     @torch.no_grad()
     def _prepare(self, rows: int) -> None:
         stored = self.batches.examples.stored[self._index[:rows]] if self._resident else self._stored[:rows]
-        x, log_det, _ = self.front.surrogate(self.batches.prepare(stored, self._noise))
-        self._behind_front[:rows].copy_(x)
+        x, log_det, _ = self.preprocessing.surrogate(self.batches.prepare(stored, self._noise))
+        self._preprocessed[:rows].copy_(x)
         steps = rows // self.batches.batch_size
-        self._front_nll[:steps].copy_(-log_det.view(steps, -1).mean(1))
+        self._preprocessing_nll[:steps].copy_(-log_det.view(steps, -1).mean(1))
 
     def _take(self, n: int) -> None:
         for step, x in enumerate(self._x.split(self.batches.batch_size)[:n]):
@@ -147,7 +147,7 @@ class CapturedStep:
         # Clipping needs whole gradients.
         with collected_gradients() if self._adam.clip is None else nullcontext() as collector:
             with branching(branches):
-                value, metrics = self.loss.without_front(self._rest, x, generator=generator)
+                value, metrics = self.loss.of_rest(self._rest, x, generator=generator)
             self.mark("the rest of the loss", backward=True)
             value.backward(self._one)
         self.mark("norm of the gradient")
@@ -169,7 +169,7 @@ class CapturedStep:
 
     def _after_step(self, metrics: Metrics, generator: torch.Generator | None) -> None:
         """Updates multipliers and trackers, each tracker on a separate branch."""
-        metrics = errors_if_updated(self.loss, metrics, self._adam.flags.frozen)
+        metrics = metrics_unless_frozen(self.loss, metrics, self._adam.flags.frozen)
         with branching(self._tracker_branches if self._graphs.capturing else None, joined=False):
             self.loss.after_step(metrics, generator=generator)
         if not self._tracks_late:
@@ -179,7 +179,7 @@ class CapturedStep:
         """Joins the trackers of the previous step, and raises `lost` if one of them could not keep up."""
         if self._trackers:
             self._tracker_branches.join()
-            self._adam.note_lost(self._residuals, self._limits)
+            self._adam.raise_lost(self._residuals, self._limits)
 
 
 def _shared_residuals(trackers: Sequence[InverseTracker], like: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def _shared_residuals(trackers: Sequence[InverseTracker], like: Tensor) -> Tenso
 
 def _steps_per_graph(block: int, modules: int) -> int:
     """The most steps that divide a block and make a graph of moderate size."""
-    return max(n for n in range(1, block + 1) if block % n == 0 and (n == 1 or n * modules <= GRAPH_MODULES))
+    return max(n for n in range(1, block + 1) if block % n == 0 and (n == 1 or n * modules <= MAX_MODULES_PER_GRAPH))
 
 
 def _pinned(x: Tensor, device: torch.device) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from selfnorm.bijection import located
 from selfnorm.flow import Flow
-from selfnorm.runtime.checks import count, event_shape
+from selfnorm.runtime.checks import event_shape, positive_int
 from selfnorm.runtime.files import replacing
 from selfnorm.train.build import build_flow
 from selfnorm.train.folder import RunFolder
@@ -89,7 +89,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         facts = json.loads(metadata["facts"])
         shape = event_shape(str(path), facts["shape"])
-        levels = None if facts["levels"] is None else count(str(path), "levels", facts["levels"])
+        levels = None if facts["levels"] is None else positive_int(str(path), "levels", facts["levels"])
         columns = tuple(map(str, facts["columns"]))
         progress = dict(facts["progress"].items())
         return Checkpoint(from_mapping(facts["recipe"], str(path)), shape, levels, columns, str(facts["data"]), tensors, progress)

@@ -272,7 +272,7 @@ class Trainer:
             try:
                 for name, tracker in self._trackers.items():
                     with located(f"layer {name}"):
-                        tracker.settle()
+                        tracker.recompute_if_lost()
             except ValueError as error:  # W has no inverse
                 epoch, index = divmod(self.progress.step - 1, self.batches.steps_per_epoch)
                 self._diverge(f"at epoch {epoch + 1}, step {index + 1}: {error}")

@@ -21,7 +21,7 @@ from selfnorm.bijection import Bijection, Chain, Surrogate
 from selfnorm.flow import Flow
 from selfnorm.layers.image import Split
 from selfnorm.runtime.context import step_context
-from selfnorm.train.captured import EAGER_STEPS, CapturedStep
+from selfnorm.train.captured import WARM_UP_STEPS, CapturedStep
 from selfnorm.train.step import EagerStep
 
 ROUNDS = 20
@@ -124,13 +124,13 @@ def profile(step: EagerStep | CapturedStep, *, rounds: int = ROUNDS) -> list[Pie
     times: list[list[float]] = []
     captured = isinstance(step, CapturedStep) and step.batches.examples.device.type == "cuda"
     step.mark = marks
-    with marked(step.loss.flow, marks, without=step.front):
-        for number in range(EAGER_STEPS + 1 + rounds):
+    with marked(step.loss.flow, marks, without=step.preprocessing):
+        for number in range(WARM_UP_STEPS + 1 + rounds):
             # A replayed graph passes its marks again without calling them.
-            if number <= EAGER_STEPS or not captured:
+            if number <= WARM_UP_STEPS or not captured:
                 marks.forget()
             step(0, number % step.batches.steps_per_epoch, 0.0)
-            if number > EAGER_STEPS:
+            if number > WARM_UP_STEPS:
                 times.append(marks.seconds())
     totals: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for (place, kind, backward), values in zip(marks.labels[:-1], zip(*times, strict=True), strict=True):

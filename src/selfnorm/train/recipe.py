@@ -192,7 +192,8 @@ class Recipe:
 def path_of(key: str) -> str:
     """The path of a setting, given its flat key, name or path. Raises ValueError, listing all paths, for any other key."""
     if key not in _PATHS:
-        close = difflib.get_close_matches(key, _PATHS, n=1)
+        name = key.rpartition(".")[2]  # right but for its group, as in objective.weight, or misspelt
+        close = [_PATHS[name]] if name in _PATHS else difflib.get_close_matches(key, _PATHS, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ValueError(f"expected one of {', '.join(SETTINGS)}, got {key!r}{hint}")
     return _PATHS[key]

@@ -264,7 +264,7 @@ def _finish_run(trainer: Trainer, memory: PeakMemory | None) -> Result:
         write_text(folder.result, json_text(asdict(result), indent=2) + "\n")
         # Last, so that an error in a figure cannot cost the result.
         if records:
-            figures.curves(folder.curves, records, flow.reconstruction_names, exact=flow.surrogate_is_exact)
+            figures.run_curves(folder.curves, records, flow.reconstruction_names, exact=flow.surrogate_is_exact)
         draw_samples(folder.samples, flow, trainer.train, dataset.columns)
     trainer.report({"kind": "result", "folder": str(folder.path), **asdict(result)})
     return result

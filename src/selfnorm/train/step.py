@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from selfnorm.bijection import Chain
 from selfnorm.data.batches import TrainingBatches
 from selfnorm.objective import Loss, Metrics
-from selfnorm.train.adam import errors_if_updated, update_eagerly
+from selfnorm.train.adam import metrics_unless_frozen, update_eagerly
 
 
 def no_mark(begins: str, kind: str = "", backward: bool = False) -> None:
@@ -53,7 +53,7 @@ class EagerStep:
         self._parameters = [parameter for parameter in loss.parameters() if parameter.requires_grad]
         self._draws = loss.draws
         self.mark: Callable[..., None] = no_mark
-        self.front = Chain()  # the leading layers that are not part of a step; here none
+        self.preprocessing = Chain()  # the leading layers that are not part of a step; here none
         device = self._parameters[0].device
         self.failed = torch.zeros((), device=device, dtype=torch.float32)  # as Adam's switch requires
         self._raised = torch.ones_like(self.failed)
@@ -86,7 +86,7 @@ class EagerStep:
         self.mark("Adam")
         update_eagerly(self.optimizer, learning_rate, self.failed)
         self.mark("trackers, multipliers")
-        self.loss.after_step(errors_if_updated(self.loss, metrics, self.failed), generator=generator)
+        self.loss.after_step(metrics_unless_frozen(self.loss, metrics, self.failed), generator=generator)
         self.mark("end")
         self.losses = value.detach()[None]
         return Metrics(metrics.surrogate[None], metrics.reconstruction[None])

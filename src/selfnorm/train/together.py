@@ -36,10 +36,10 @@ def run_together(trainers: Sequence[Trainer]) -> list[DivergedError | None]:
         streams = [_own_stream(trainer.device) for trainer in trainers]
         live = {index: trainer.advance(stop) for index, trainer in enumerate(trainers)}
         while live:
-            for index, course in list(live.items()):
+            for index, run in list(live.items()):
                 try:
                     with streams[index]:
-                        next(course)
+                        next(run)
                 except StopIteration:
                     del live[index]
                 except DivergedError as error:

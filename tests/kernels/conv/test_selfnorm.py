@@ -81,7 +81,7 @@ def test_series(shapes, terms, rows, device, monkeypatch):
     from selfnorm.kernels.conv import tiles
     from selfnorm.kernels.conv.series import series_backward, series_forward
 
-    monkeypatch.setattr(tiles, "MOST_PARTIAL_ROWS", rows)
+    monkeypatch.setattr(tiles, "MAX_PARTIAL_ROWS", rows)
     shape, sides, _ = shapes
     n, channels = shape[:2]
     x, k = normal(*shape, device=device), normal(channels, channels, *sides, device=device, scale=0.2)
@@ -190,7 +190,7 @@ def limited(w, torus):
     """The kernel w, scaled by Triton kernels to the norm that `ConvExponential` allows."""
     from selfnorm.kernels.conv.norm_limit import NormLimitedKernel
 
-    return NormLimitedKernel.apply(w, torus, exponential.SQUARINGS, exponential.LARGEST_NORM)
+    return NormLimitedKernel.apply(w, torus, exponential.SQUARINGS, exponential.MAX_NORM)
 
 
 @pytest.mark.parametrize("scale", [0.01, 2.0], ids=["small", "large"])
@@ -203,8 +203,8 @@ def test_norm_limited_kernels(name, scale, device):
     k.backward(strided(grad))
     (exact,) = in_float64(w)
     sigma = exponential.norm_bound(exact, size)
-    assert (sigma > exponential.LARGEST_NORM) == (scale > 1)
-    expected = exact * (exponential.LARGEST_NORM / sigma.clamp_min(exponential.LARGEST_NORM))
+    assert (sigma > exponential.MAX_NORM) == (scale > 1)
+    expected = exact * (exponential.MAX_NORM / sigma.clamp_min(exponential.MAX_NORM))
     expected.backward(grad.double())
     agree([k, parameter.grad], [expected, exact.grad])
 
@@ -215,7 +215,7 @@ def test_norm_limited_kernels_whose_singular_values_lie_close_together(device):
     parameter = w.float().requires_grad_()
     limited(parameter, (1, 1)).square().sum().backward()
     (exact,) = in_float64(parameter)
-    (exact * (exponential.LARGEST_NORM / exponential.norm_bound(exact, (1, 1)))).square().sum().backward()
+    (exact * (exponential.MAX_NORM / exponential.norm_bound(exact, (1, 1)))).square().sum().backward()
     agree([parameter.grad], [exact.grad], tolerance=1e-4)
 
 

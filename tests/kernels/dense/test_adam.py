@@ -112,8 +112,8 @@ def test_large_batches_are_multiplied_by_cublas_and_step_alike(device, kernels, 
         return W, R, *states[0], *states[1]
 
     small = run()
-    monkeypatch.setattr(adam, "MOST_EXAMPLES", 8)
-    monkeypatch.setattr(gradient, "MOST_EXAMPLES", 8)
+    monkeypatch.setattr(adam, "MAX_FACTORED_EXAMPLES", 8)
+    monkeypatch.setattr(gradient, "MAX_FACTORED_EXAMPLES", 8)
     for one, other in zip(run(), small, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 

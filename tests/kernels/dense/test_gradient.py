@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from selfnorm import RelativeLinear, SelfNormLinear, TrackedLinear
 from selfnorm.kernels.dense import gradient as module
-from selfnorm.kernels.dense.gradient import MOST_EXAMPLES, GradientTiles, gradient_from_factors, gradient_tiles
+from selfnorm.kernels.dense.gradient import MAX_FACTORED_EXAMPLES, GradientTiles, gradient_from_factors, gradient_tiles
 
 TILES = [GradientTiles(32, 64, 32, 4, 2), GradientTiles(16, 16, 16, 4, 2), GradientTiles(64, 32, 16, 4, 2), None]
 
@@ -39,7 +39,7 @@ def test_a_scale_may_be_one_number_spread_out_or_not(device, kernels, poisoned, 
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("examples", [MOST_EXAMPLES + 3, 1030])
+@pytest.mark.parametrize("examples", [MAX_FACTORED_EXAMPLES + 3, 1030])
 def test_many_examples_are_left_to_cublas(device, kernels, poisoned, examples, transposed):
     scale = torch.randn(examples, dtype=torch.float32, device=device)
     expect_float64(device, examples, 18, scale, transposed, None)

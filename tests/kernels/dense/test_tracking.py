@@ -19,7 +19,7 @@ import triton.language as tl
 from selfnorm.kernels.conv import tracked
 from selfnorm.kernels.conv.tracked import error_of_convolution, tap_means
 from selfnorm.kernels.dense import tracking
-from selfnorm.kernels.dense.tracking import error_of, error_of_matrix, follow
+from selfnorm.kernels.dense.tracking import error_of, error_of_matrix, newton_schulz_update
 from selfnorm.runtime.precision import precision
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -85,12 +85,12 @@ def test_the_two_passes(device, kernels, monkeypatch, rows, programs):
     close(error, expected)
     close(squares.sum(), expected.square().sum())
     norm = float(expected.norm())
-    follow(R, error, squares, residual, 1.01 * norm)
+    newton_schulz_update(R, error, squares, residual, 1.01 * norm)
     close(R, start.double() + expected @ start.double())
     close(residual, expected.norm())
     R.copy_(start)
     residual.zero_()
-    follow(R, error, squares, residual, 0.99 * norm)
+    newton_schulz_update(R, error, squares, residual, 0.99 * norm)
     assert torch.equal(R, start)
     close(residual, expected.norm())
 
@@ -116,7 +116,7 @@ def test_a_matrix_of_more_numbers_than_32_bits_count():
     with precision("tf32"):
         error, squares = error_of(product)
         assert squares.sum() == rows and (error.diagonal() == 1).all() and int(error.count_nonzero()) == rows
-        follow(R, error, squares, residual, 1e6)
+        newton_schulz_update(R, error, squares, residual, 1e6)
     assert (R == 2).all()
     close(residual, residual.new_tensor(math.sqrt(rows)))
 
@@ -168,7 +168,9 @@ def test_what_is_lost_stays_as_it_is(device, kernels, name, value):
 @pytest.mark.parametrize("name", ["linear", "3x3"])
 def test_kernels_are_used_and_change_the_inverse_in_place(device, kernels, monkeypatch, name):
     called = []
-    monkeypatch.setattr(tracking, "follow", lambda *a, original=follow: (called.append(name), original(*a)))
+    monkeypatch.setattr(
+        tracking, "newton_schulz_update", lambda *a, original=newton_schulz_update: (called.append(name), original(*a))
+    )
     layer, _ = moved(name, device)
     place = layer.weight_inv.data_ptr()
     assert layer.weight_inv.is_contiguous()
@@ -177,7 +179,7 @@ def test_kernels_are_used_and_change_the_inverse_in_place(device, kernels, monke
     layer.weight_inv = layer.weight_inv.mT.contiguous().mT  # a layout that kernels do not accept
     layer.after_step()
     assert len(called) == 1
-    for bad in (lambda R: error_of(R), lambda R: follow(R, R, R[0], layer.residual, 1.0)):
+    for bad in (lambda R: error_of(R), lambda R: newton_schulz_update(R, R, R[0], layer.residual, 1.0)):
         with pytest.raises(ValueError, match="expected a contiguous"):
             bad(layer.weight_inv)
 

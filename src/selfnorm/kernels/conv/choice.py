@@ -9,15 +9,15 @@ from torch import Tensor
 from selfnorm.kernels.dispatch import usable
 from selfnorm.linalg.convmatrix import Geometry
 
-PLAIN = Geometry()
+DEFAULT_GEOMETRY = Geometry()
 
 
-def conv_kernels_fit(x: Tensor, w: Tensor, b: Tensor | None, geometry: Geometry = PLAIN) -> bool:
+def conv_kernels_fit(x: Tensor, w: Tensor, b: Tensor | None, geometry: Geometry = DEFAULT_GEOMETRY) -> bool:
     """Whether kernels can compute w ⋆ x + b: usable tensors, small images, zero padding, no dilation and no groups.
 
     For a 1×1 kernel, padding and dilation do not matter.
     """
-    supported = geometry == PLAIN or (geometry.groups == 1 and w.shape[2:] == (1, 1))
+    supported = geometry == DEFAULT_GEOMETRY or (geometry.groups == 1 and w.shape[2:] == (1, 1))
     return supported and usable(x, w, b) and small_images(x, w)
 
 

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
 
-MOST_NORM_CHANNELS = 16  # more would not fit into a program's registers
+MAX_NORM_CHANNELS = 16  # more would not fit into a program's registers
 
 
 class NormLimitedKernel(torch.autograd.Function):
-    """w (C, C, kh, kw), torus, squarings, limit -> k = w·min(1, limit/σ(w)). C ≤ `MOST_NORM_CHANNELS`.
+    """w (C, C, kh, kw), torus, squarings, limit -> k = w·min(1, limit/σ(w)). C ≤ `MAX_NORM_CHANNELS`.
 
     Two kernels forward, of which the second also differentiates σ if it is above the limit; one backward.
     """
@@ -89,12 +89,12 @@ def _fourier_symbol(
     out, into = (at % HALF)[:, None], (at % HALF)[None, :]
     same = (at // HALF)[:, None] == (at // HALF)[None, :]
     sign = tl.where((at // HALF)[:, None] > (at // HALF)[None, :], 1.0, -1.0)
-    there = (out < C) & (into < C)
+    valid = (out < C) & (into < C)
     real = tl.zeros((2 * HALF, 2 * HALF), tl.float32)
     imaginary = tl.zeros((2 * HALF, 2 * HALF), tl.float32)
     for tap in tl.static_range(KH * KW):
         angle = _tap_phase(frequency, tap, KW, HIGH, WIDE)
-        values = tl.load(w_ptr + (out * C + into) * (KH * KW) + tap, mask=there, other=0.0)
+        values = tl.load(w_ptr + (out * C + into) * (KH * KW) + tap, mask=valid, other=0.0)
         real += values * tl.cos(angle)
         imaginary -= values * tl.sin(angle)
     return tl.where(same, real, sign * imaginary), tl.where(same, -imaginary, sign * real)
@@ -164,11 +164,11 @@ def _limit_norm(
         real = tl.dot(symbol, product, input_precision="ieee") * factor
         minus_imaginary = tl.dot(turned, product, input_precision="ieee") * factor
         side = tl.arange(0, 2 * HALF)
-        there = (side < C)[:, None] & (side < C)[None, :]
+        valid = (side < C)[:, None] & (side < C)[None, :]
         for tap in range(KH * KW):
             angle = _tap_phase(worst, tap, KW, HIGH, WIDE)
             slope = real * tl.cos(angle) + minus_imaginary * tl.sin(angle)
-            tl.store(slope_ptr + (side[:, None] * C + side[None, :]) * (KH * KW) + tap, slope, mask=there)
+            tl.store(slope_ptr + (side[:, None] * C + side[None, :]) * (KH * KW) + tap, slope, mask=valid)
 
 
 @triton.jit

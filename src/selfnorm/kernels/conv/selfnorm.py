@@ -114,21 +114,21 @@ def _selfnorm_conv_forward(
     out = tl.arange(0, OUT)
     for start in range(0, H * W, PIXELS):
         pixel = start + tl.arange(0, PIXELS)
-        there = (out < C)[:, None] & (pixel < H * W)[None, :]
+        valid = (out < C)[:, None] & (pixel < H * W)[None, :]
         places = image + (out * (H * W))[:, None] + pixel[None, :]
         z = convolved(x_ptr + image, w_ptr, None, pixel, out, C, H, W, KH, KW, PIXELS, OUT, WIDTH, DEPTH, False, PRECISION)
-        tl.store(z_ptr + places, z, mask=there)
+        tl.store(z_ptr + places, z, mask=valid)
         if bias_ptr is not None:
-            tl.store(out_ptr + places, z + tl.load(bias_ptr + out, mask=out < C, other=0.0)[:, None], mask=there)
+            tl.store(out_ptr + places, z + tl.load(bias_ptr + out, mask=out < C, other=0.0)[:, None], mask=valid)
     tl.debug_barrier()
     squares = tl.zeros((OUT, PIXELS), tl.float32)
     for start in range(0, H * W, PIXELS):
         pixel = start + tl.arange(0, PIXELS)
-        there = (out < C)[:, None] & (pixel < H * W)[None, :]
+        valid = (out < C)[:, None] & (pixel < H * W)[None, :]
         places = image + (out * (H * W))[:, None] + pixel[None, :]
         back = convolved(z_ptr + image, r_ptr, None, pixel, out, C, H, W, RH, RW, PIXELS, OUT, WIDTH, DEPTH, False, PRECISION)
-        error = tl.where(there, back - tl.load(x_ptr + places, mask=there, other=0.0), 0.0)
-        tl.store(error_ptr + places, error, mask=there)
+        error = tl.where(valid, back - tl.load(x_ptr + places, mask=valid, other=0.0), 0.0)
+        tl.store(error_ptr + places, error, mask=valid)
         squares += error * error
     tl.store(squares_ptr + n, tl.sum(tl.sum(squares, axis=1), axis=0))
     tl.store(log_det_ptr + n, 0.0)
@@ -147,42 +147,42 @@ def _selfnorm_conv_backward(
     image = n.to(tl.int64) * (C * H * W)
     out = tl.arange(0, OUT)
     pixel = tl.program_id(0) % BLOCKS * PIXELS + tl.arange(0, PIXELS)
-    there = (out < C)[:, None] & (pixel < H * W)[None, :]
+    valid = (out < C)[:, None] & (pixel < H * W)[None, :]
     places = image + (out * (H * W))[:, None] + pixel[None, :]
     partial = partial_ptr + tl.program_id(0).to(tl.int64) * (W_NUMEL + R_NUMEL + C)
     twice = 2 * tl.load(grad_squares_ptr + n)
     if tl.program_id(1) == 0:
-        grad_z = tl.load(grad_z_ptr + places, mask=there, other=0.0)
+        grad_z = tl.load(grad_z_ptr + places, mask=valid, other=0.0)
         back = convolved(error_ptr + image, r_ptr, None, pixel, out, C, H, W, RH, RW, PIXELS, OUT, WIDTH, DEPTH, True, PRECISION)
-        grad = tl.where(there, grad_z / 2 + twice * back, 0.0)
+        grad = tl.where(valid, grad_z / 2 + twice * back, 0.0)
         correlate(x_ptr + image, grad, partial, pixel, out, C, H, W, KH, KW, WIDTH, DEPTH, PRECISION)
         tl.store(partial + W_NUMEL + R_NUMEL + out, tl.sum(grad_z, axis=1), mask=out < C)
     else:
         grad_x = convolved(
             grad_z_ptr + image, w_ptr, None, pixel, out, C, H, W, KH, KW, PIXELS, OUT, WIDTH, DEPTH, True, PRECISION
         )
-        tl.store(grad_x_ptr + places, grad_x, mask=there)
-        grad = tl.where(there, twice * tl.load(error_ptr + places, mask=there, other=0.0) - grad_x / 2, 0.0)
+        tl.store(grad_x_ptr + places, grad_x, mask=valid)
+        grad = tl.where(valid, twice * tl.load(error_ptr + places, mask=valid, other=0.0) - grad_x / 2, 0.0)
         correlate(z_ptr + image, grad, partial + W_NUMEL, pixel, out, C, H, W, RH, RW, WIDTH, DEPTH, PRECISION)
 
 
 @triton.jit
 def _flip_times_count(
-    other, at, there,
+    other, at, valid,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
 ):  # fmt: skip
     """flip(other)·m at entries of a kernel (C, C, KH, KW), with other (C, C, OH, OW) cropped or padded to that size.
 
-    Where the mask `there` is false, `at` may be any number and the result is arbitrary.
+    Where the mask `valid` is false, `at` may be any number and the result is arbitrary.
     """
     TAPS: tl.constexpr = KH * KW
     tap = at % TAPS
     down, right = tap_offset(tap, KH, KW)
     row, column = OH // 2 - down, OW // 2 - right
-    there = there & (row >= 0) & (row < OH) & (column >= 0) & (column < OW)
+    valid = valid & (row >= 0) & (row < OH) & (column >= 0) & (column < OW)
     turned = ((at // TAPS % C) * C + at // (TAPS * C)) * (OH * OW) + row * OW + column
     count = tl.maximum(H - tl.abs(down), 0) * tl.maximum(W - tl.abs(right), 0)
-    return tl.load(other + turned, mask=there, other=0.0) * count
+    return tl.load(other + turned, mask=valid, other=0.0) * count
 
 
 @triton.jit

@@ -130,25 +130,25 @@ def _series_forward(
         kept = kept_ptr + (i - 1) * tl.cast(numel, tl.int64)
         for start in range(0, H * W, PIXELS):
             pixel = start + tl.arange(0, PIXELS)
-            there = (out < C)[:, None] & (pixel < H * W)[None, :]
+            valid = (out < C)[:, None] & (pixel < H * W)[None, :]
             places = image + (out * (H * W))[:, None] + pixel[None, :]
             term = convolved(source, kernel_ptr, None, pixel, out, C, H, W, KH, KW, PIXELS, OUT, WIDTH, DEPTH, False, PRECISION)
             term = term / i
-            tl.store(kept + places, term, mask=there & (i < TERMS))
+            tl.store(kept + places, term, mask=valid & (i < TERMS))
             if i == 1:
-                term += tl.load(x_ptr + places, mask=there, other=0.0)
+                term += tl.load(x_ptr + places, mask=valid, other=0.0)
                 if bias_ptr is not None:
                     term += tl.load(bias_ptr + out, mask=out < C, other=0.0)[:, None]
             if ONE_TILE:
                 total += term
             else:
-                term += tl.load(z_ptr + places, mask=there & (i > 1), other=0.0)
-                tl.store(z_ptr + places, term, mask=there)
+                term += tl.load(z_ptr + places, mask=valid & (i > 1), other=0.0)
+                tl.store(z_ptr + places, term, mask=valid)
         source = kept + image
     if ONE_TILE:
         pixel = tl.arange(0, PIXELS)
-        there = (out < C)[:, None] & (pixel < H * W)[None, :]
-        tl.store(z_ptr + image + (out * (H * W))[:, None] + pixel[None, :], total, mask=there)
+        valid = (out < C)[:, None] & (pixel < H * W)[None, :]
+        tl.store(z_ptr + image + (out * (H * W))[:, None] + pixel[None, :], total, mask=valid)
     diagonal = tl.load(kernel_ptr + out * ((C + 1) * KH * KW) + KH * KW // 2, mask=out < C, other=0.0)
     tl.store(log_det_ptr + n, H * W * tl.sum(diagonal, axis=0))
 
@@ -172,13 +172,13 @@ def _series_backward(
         tl.debug_barrier()
         for start in range(0, H * W, PIXELS):
             pixel = start + tl.arange(0, PIXELS)
-            there = (out < C)[:, None] & (pixel < H * W)[None, :]
+            valid = (out < C)[:, None] & (pixel < H * W)[None, :]
             places = image + (out * (H * W))[:, None] + pixel[None, :]
             grad = convolved(
                 source + image, kernel_ptr, None, pixel, out, C, H, W, KH, KW, PIXELS, OUT, WIDTH, DEPTH, True, PRECISION
             )
-            grad = grad / tl.where(step == 0, TERMS, 1) + tl.load(grad_z_ptr + places, mask=there, other=0.0)
-            tl.store(target + places, grad / tl.maximum(i - 1, 1), mask=there)
+            grad = grad / tl.where(step == 0, TERMS, 1) + tl.load(grad_z_ptr + places, mask=valid, other=0.0)
+            tl.store(target + places, grad / tl.maximum(i - 1, 1), mask=valid)
         source = target
 
 
@@ -196,13 +196,13 @@ def _series_correlate(
     products = tl.zeros((OUT, PIXELS), tl.float32)  # of a single channel, summed at the end
     arriving = tl.zeros((OUT, PIXELS), tl.float32)
     for step in range(EACH):
-        image, pixel, places, there = batch_tile(tl.program_id(0) * EACH + step, pixels, out, C, H, W, PIXELS)
-        last = tl.load(grad_z_ptr + places, mask=there, other=0.0)
+        image, pixel, places, valid = batch_tile(tl.program_id(0) * EACH + step, pixels, out, C, H, W, PIXELS)
+        last = tl.load(grad_z_ptr + places, mask=valid, other=0.0)
         arriving += last
         source = x_ptr + image
         for i in tl.range(1, TERMS + 1, loop_unroll_factor=unrolled(TERMS, 1, C, PRECISION)):
             further = (i - 1) * tl.cast(numel, tl.int64)
-            grad = tl.load(scaled_ptr + further + places, mask=there & (i < TERMS), other=0.0)
+            grad = tl.load(scaled_ptr + further + places, mask=valid & (i < TERMS), other=0.0)
             if i == TERMS:
                 grad = last / TERMS
             taken = patches(source, pixel, k, first, C, H, W, KH, KW, WIDTH)

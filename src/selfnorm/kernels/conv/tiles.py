@@ -25,7 +25,7 @@ from torch import Tensor
 from selfnorm.kernels.dispatch import input_precision
 from selfnorm.kernels.numerics import correct_truncation, quotient_and_remainder
 
-MOST_PARTIAL_ROWS = 512  # rows of partial sums: adding more would take longer than computing the tiles
+MAX_PARTIAL_ROWS = 512  # rows of partial sums: adding more would take longer than computing the tiles
 
 
 def image_tiles(x: Tensor, pixels: int = 256, taps: int = 9) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def depth_for(width: int, taps: int) -> int:
 
 def share_tiles(pixels: int, tiles: dict[str, Any]) -> tuple[int, int]:
     """The number of tiles that each program takes, and the number of programs."""
-    each = triton.next_power_of_2(triton.cdiv(pixels, tiles["PIXELS"] * MOST_PARTIAL_ROWS))
+    each = triton.next_power_of_2(triton.cdiv(pixels, tiles["PIXELS"] * MAX_PARTIAL_ROWS))
     return each, triton.cdiv(pixels, tiles["PIXELS"] * each)
 
 
@@ -107,11 +107,11 @@ def batch_tile(tile, pixels, out, C: tl.constexpr, H: tl.constexpr, W: tl.conste
     Also a mask (OUT, PIXELS) of the offsets that exist.
     """
     at = tile * PIXELS + tl.arange(0, PIXELS)
-    there = (out < C)[:, None] & (at < pixels)[None, :]
+    valid = (out < C)[:, None] & (at < pixels)[None, :]
     at = tl.minimum(at, pixels - 1)
     pixel = at % (H * W)
     image = ((at // (H * W)).to(tl.int64) * (C * H * W))[None, :]
-    return image, pixel, image + (out * (H * W))[:, None] + pixel[None, :], there
+    return image, pixel, image + (out * (H * W))[:, None] + pixel[None, :], valid
 
 
 @triton.jit
@@ -164,10 +164,10 @@ def convolved(
     total = tl.zeros((OUT, PIXELS), tl.float32)
     k = tl.arange(0, DEPTH)
     for first in tl.range(0, KH * KW, DEPTH // WIDTH, loop_unroll_factor=unrolled(KH * KW, DEPTH // WIDTH, C, PRECISION)):
-        offsets, there = kernel_entries(k, first, out, C, KH * KW, WIDTH, FLIP)
+        offsets, valid = kernel_entries(k, first, out, C, KH * KW, WIDTH, FLIP)
         if counted is not None:
-            there = there & (tl.load(counted + offsets, mask=there, other=0) != 0)
-        taps = tl.load(kernel + offsets, mask=there, other=0.0)
+            valid = valid & (tl.load(counted + offsets, mask=valid, other=0) != 0)
+        taps = tl.load(kernel + offsets, mask=valid, other=0.0)
         taken = patches(image, pixel, k, first, C, H, W, KH, KW, WIDTH)
         if C == 1:
             total += taps * taken
@@ -190,8 +190,8 @@ def correlate(
             part = tl.sum(taken * grad, axis=1)[:, None]
         else:
             part = correct_truncation(tl.dot(grad, tl.trans(taken), input_precision=PRECISION), PRECISION)
-        offsets, there = kernel_entries(k, first, out, C, KH * KW, WIDTH, False)
-        tl.store(partial + offsets, part, mask=there)
+        offsets, valid = kernel_entries(k, first, out, C, KH * KW, WIDTH, False)
+        tl.store(partial + offsets, part, mask=valid)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfnorm.kernels.conv.plain import conv_backward, conv_forward
+from selfnorm.kernels.conv.convolution import conv_backward, conv_forward
 from selfnorm.kernels.conv.tiles import convolved, image_constants, image_tiles, tap_offset
 from selfnorm.kernels.dense.tracking import index_type
 from selfnorm.kernels.dispatch import allows_tf32
@@ -92,11 +92,11 @@ def _convolution_error_kernel(
     total = tl.zeros((OUT, PIXELS), tl.float32)
     for start in range(0, H * W, PIXELS):
         pixel = start + tl.arange(0, PIXELS)
-        there = (out < C)[:, None] & (pixel < H * W)[None, :]
+        valid = (out < C)[:, None] & (pixel < H * W)[None, :]
         places = (out * (H * W))[:, None] + pixel[None, :]
         product = convolved(images + image, kernel, None, pixel, out, C, H, W, KH, KW, PIXELS, OUT, WIDTH, DEPTH, True, PRECISION)
-        off = tl.where(there, tl.where(places == n, 1.0, 0.0) - product, 0.0)
-        tl.store(error + image + places, off, mask=there)
+        off = tl.where(valid, tl.where(places == n, 1.0, 0.0) - product, 0.0)
+        tl.store(error + image + places, off, mask=valid)
         total += off * off
     tl.store(squares + n, tl.sum(tl.sum(total, axis=1), axis=0))
 
@@ -109,7 +109,7 @@ def _tap_means_kernel(
     """Some of w's entries for each program."""
     TAPS: tl.constexpr = KH * KW
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    there = column < C * C * TAPS
+    valid = column < C * C * TAPS
     o, i, tap = column // (C * TAPS), column // TAPS % C, column % TAPS
     if TAPS > 1:
         down, right = tap_offset(tap, KH, KW, TAPS)
@@ -120,12 +120,12 @@ def _tap_means_kernel(
             pixel = start + tl.arange(0, PIXELS)
             row, place = quotient_and_remainder(pixel, W, H * W + PIXELS)
             row, place = row[:, None] + down[None, :], place[:, None] + right[None, :]
-            inside = (pixel < H * W)[:, None] & there[None, :] & (row >= 0) & (row < H) & (place >= 0) & (place < W)
+            inside = (pixel < H * W)[:, None] & valid[None, :] & (row >= 0) & (row < H) & (place >= 0) & (place < W)
             found += tl.load(R + first[None, :] + (pixel.to(INDEX) * (C * H * W + 1))[:, None], mask=inside, other=0.0)
         mean = tl.sum(found, axis=0) / (H * W)
     else:
-        mean = tl.load(R + i * C + o, mask=there, other=0.0)
-    tl.store(means + column, mean, mask=there)
+        mean = tl.load(R + i * C + o, mask=valid, other=0.0)
+    tl.store(means + column, mean, mask=valid)
     if tl.program_id(0) == 0:
         for start in range(0, examples, 128):
             n = start + tl.arange(0, 128)

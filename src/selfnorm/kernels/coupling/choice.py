@@ -10,7 +10,7 @@ from torch import Tensor
 from selfnorm.kernels.dispatch import usable
 
 # Beyond these the kernels' tiles, which hold all taps of all channels, would not fit into registers.
-MOST_INPUT_CHANNELS, MOST_CHANGED_CHANNELS = 128, 64
+MAX_INPUT_CHANNELS, MAX_CHANGED_CHANNELS = 128, 64
 
 
 class NetworkWeights(NamedTuple):
@@ -30,6 +30,6 @@ def coupling_kernels_fit(weights: NetworkWeights, x: Tensor, network_input: Tens
     return (
         usable(x, network_input, *weights)
         and not torch.is_autocast_enabled(x.device.type)
-        and network_input.shape[1] <= MOST_INPUT_CHANNELS
-        and weights.last.shape[0] <= 2 * MOST_CHANGED_CHANNELS
+        and network_input.shape[1] <= MAX_INPUT_CHANNELS
+        and weights.last.shape[0] <= 2 * MAX_CHANGED_CHANNELS
     )

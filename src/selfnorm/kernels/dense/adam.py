@@ -14,7 +14,7 @@ explains the flags and calls all of this.
 
 A program owns the tile (i, j) of W and the tile (j, i) of R. Nothing else depends on them, so the program may update both in
 place. Each matrix and moment is read and written once, 24D² bytes for a matrix. The factors come from the cache, (1/rows +
-1/columns)·4ND² bytes for a product. Above `MOST_EXAMPLES` examples the gradient is multiplied first (`gradient`).
+1/columns)·4ND² bytes for a product. Above `MAX_FACTORED_EXAMPLES` examples the gradient is multiplied first (`gradient`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from selfnorm.kernels.dense.gradient import (
-    MOST_EXAMPLES,
+    MAX_FACTORED_EXAMPLES,
     GradientTiles,
     addend_tile,
     factor_product,
@@ -60,7 +60,7 @@ def adam_pair(
 ) -> None:
     """Updates W and R (D, D), contiguous, in place. The factors are (N, D), scale (N,) or a scalar."""
     examples, features = x.shape
-    if examples > MOST_EXAMPLES and by is None:
+    if examples > MAX_FACTORED_EXAMPLES and by is None:
         grad_w = gradient_from_factors(towards_w, x, R, True, scale, factor)
         grad_r = gradient_from_factors(towards_r, z, W, True, scale, -factor)
         for matrix, state, grad in ((W, states[0], grad_w), (R, states[1], grad_r)):
@@ -91,7 +91,7 @@ def adam_single(
     by: GradientTiles | None = None,
 ) -> None:
     """Updates W (D, D) by the gradient aᵀb + s·M, with a and b (N, D) and M the addend (D, D), transposed or not."""
-    if len(a) > MOST_EXAMPLES and by is None:
+    if len(a) > MAX_FACTORED_EXAMPLES and by is None:
         grad = gradient_from_factors(a, b, addend, addend_transposed, scale, factor)
         adam_dense(W, state, grad, adam)
         return
@@ -158,7 +158,7 @@ def begin_update(
     )  # fmt: skip
 
 
-def note_lost(lost: Tensor, residuals: Tensor, limits: Tensor) -> None:
+def raise_lost(lost: Tensor, residuals: Tensor, limits: Tensor) -> None:
     """Raises `lost` unless each residual (K,) is below its limit; a NaN raises it, too."""
     _note_lost_kernel[(1,)](lost, residuals, limits, len(limits), BLOCK=triton.next_power_of_2(len(limits)), num_warps=1)
 

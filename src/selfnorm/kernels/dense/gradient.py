@@ -1,8 +1,8 @@
 """Multiplies a matrix's gradient from its factors in one pass: aᵀb + s·M, or s·Mᵀ, with s = factor·Σ scale.
 
 a and b are (N, D), M (D, D), scale (N,) or a scalar; float32. It reads M and writes the gradient once, 8D² bytes; the factors
-come from the cache, (1/rows + 1/columns)·4ND² bytes. Above `MOST_EXAMPLES` examples cuBLAS adds the product. The kernels of
-`adam` are made of the same pieces.
+come from the cache, (1/rows + 1/columns)·4ND² bytes. Above `MAX_FACTORED_EXAMPLES` examples cuBLAS adds the product. The
+kernels of `adam` are made of the same pieces.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from selfnorm.kernels.dispatch import input_precision
 from selfnorm.kernels.numerics import correct_truncation
 
-MOST_EXAMPLES = 512
+MAX_FACTORED_EXAMPLES = 512
 
 
 class GradientTiles(NamedTuple):
@@ -50,7 +50,7 @@ def gradient_from_factors(
 ) -> Tensor:
     """aᵀb + s·M with M the addend, transposed or not."""
     examples, features = a.shape
-    fused = examples <= MOST_EXAMPLES or by is not None
+    fused = examples <= MAX_FACTORED_EXAMPLES or by is not None
     by = by or gradient_tiles(features)
     out = torch.empty(features, features, dtype=a.dtype, device=a.device)
     scale = scale.reshape(-1)

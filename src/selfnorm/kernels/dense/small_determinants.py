@@ -21,7 +21,7 @@ from torch import Tensor
 
 from selfnorm.runtime.autograd import refuse_second_derivative
 
-MOST_MATRIX_ROWS = 64
+MAX_MATRIX_ROWS = 64
 
 
 class SmallLogDet(torch.autograd.Function):
@@ -43,8 +43,8 @@ class SmallLogDet(torch.autograd.Function):
 def small_slogdet(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """log|det A| (…) and A⁻ᵀ (…, C, C) of matrices (…, C, C), C ≤ 64, in float32: one kernel."""
     channels = matrix.shape[-1]
-    if matrix.dim() < 2 or matrix.shape[-2] != channels or not 0 < channels <= MOST_MATRIX_ROWS:
-        raise ValueError(f"small_slogdet: expected square matrices of at most {MOST_MATRIX_ROWS} rows, got {tuple(matrix.shape)}")
+    if matrix.dim() < 2 or matrix.shape[-2] != channels or not 0 < channels <= MAX_MATRIX_ROWS:
+        raise ValueError(f"small_slogdet: expected square matrices of at most {MAX_MATRIX_ROWS} rows, got {tuple(matrix.shape)}")
     matrix = matrix.contiguous()
     logabsdet = matrix.new_empty(matrix.shape[:-2])
     inverse_transposed = matrix.new_empty(matrix.shape)
@@ -55,9 +55,9 @@ def small_slogdet(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def repeated_slogdet(matrix: Tensor, copies: int, examples: int) -> tuple[Tensor, Tensor]:
     """copies·log|det A| for each example (N,), and A⁻ᵀ (C, C), of one matrix (C, C), C ≤ 64: one kernel."""
     channels = matrix.shape[-1]
-    if matrix.shape != (channels, channels) or not 0 < channels <= MOST_MATRIX_ROWS:
+    if matrix.shape != (channels, channels) or not 0 < channels <= MAX_MATRIX_ROWS:
         raise ValueError(
-            f"repeated_slogdet: expected a square matrix of at most {MOST_MATRIX_ROWS} rows, got {tuple(matrix.shape)}"
+            f"repeated_slogdet: expected a square matrix of at most {MAX_MATRIX_ROWS} rows, got {tuple(matrix.shape)}"
         )
     matrix = matrix.contiguous()
     logabsdet, inverse_transposed = matrix.new_empty(examples), matrix.new_empty(matrix.shape)
@@ -76,8 +76,8 @@ def _exchange(matrix_ptr, logabsdet_ptr, inverse_ptr, copies, examples, C: tl.co
     n = tl.program_id(0)
     start = n.to(tl.int64) * (C * C)
     row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
-    there = (row < C) & (column < C)
-    m = tl.load(matrix_ptr + start + row * C + column, mask=there, other=0.0)
+    valid = (row < C) & (column < C)
+    m = tl.load(matrix_ptr + start + row * C + column, mask=valid, other=0.0)
     solved = tl.where(row < C, -1, C)  # for each row the column whose pivot it had; rows that are padding can have none
     pivoted = tl.zeros((1, BLOCK), tl.int32)  # for each column the row of its pivot
     total = 0.0
@@ -92,7 +92,7 @@ def _exchange(matrix_ptr, logabsdet_ptr, inverse_ptr, copies, examples, C: tl.co
         solved = tl.where(row == p, j, solved)
         pivoted = tl.where(column == j, p, pivoted)
         total = tl.where(total > float("-inf"), total + tl.log(tl.abs(pivot)), total)  # −∞ stays
-    tl.store(inverse_ptr + start + pivoted * C + solved, m, mask=there)
+    tl.store(inverse_ptr + start + pivoted * C + solved, m, mask=valid)
     for first in range(0, examples, 128):
         example = first + tl.arange(0, 128)
         tl.store(logabsdet_ptr + n * examples + example, tl.zeros((128,), tl.float32) + copies * total, mask=example < examples)

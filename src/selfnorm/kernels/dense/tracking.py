@@ -1,9 +1,10 @@
-"""Kernels of a dense layer with a tracked inverse R: the layer's training step, and Newton–Schulz, which makes R follow W.
+"""Kernels of a dense layer with a tracked inverse R: the layer's training step, and the Newton–Schulz update
+of R for a new W.
 
 Newton–Schulz, R ← R + (I − RW)R, takes two products, each followed by a pass over its result:
 
-    error_of   E = I − RW, in the memory of the product, and partial sums of E², one per program
-    follow     residual = ‖E‖_F, and R ← R + ER if residual < limit; otherwise, and for NaN, R stays unchanged
+    error_of              E = I − RW, in the memory of the product, and partial sums of E², one per program
+    newton_schulz_update  residual = ‖E‖_F, and R ← R + ER if residual < limit; otherwise, and for NaN, R stays unchanged
 
 Each program of the second pass adds up all of the few hundred partial sums itself, in a fixed order.
 
@@ -79,10 +80,10 @@ def error_of_matrix(R: Tensor, W: Tensor) -> tuple[Tensor, Tensor]:
     return error_of(summed_in_float32(left, right))
 
 
-def follow(R: Tensor, error: Tensor, squares: Tensor, residual: Tensor, limit: float) -> None:
+def newton_schulz_update(R: Tensor, error: Tensor, squares: Tensor, residual: Tensor, limit: float) -> None:
     """R ← R + ER in place if √Σsquares, written to `residual` (), is below the limit: a product, and a pass of 12m² bytes."""
     if not R.is_contiguous():
-        raise ValueError(f"follow: expected a contiguous R, to be changed in place, got strides {R.stride()}")
+        raise ValueError(f"newton_schulz_update: expected a contiguous R, to be changed in place, got strides {R.stride()}")
     change = torch.mm(error, R)
     programs, tiles = _pass_options(R.numel())
     sums = squares.numel()

@@ -13,7 +13,7 @@ from triton import cdiv, next_power_of_2
 from selfnorm.kernels.elementwise.shared import as_dense, in_order_of
 from selfnorm.runtime.autograd import refuse_second_derivative
 
-MOST_ACTNORM_PROGRAMS = 256  # enough to fill a GPU; a second pass adds up the results of a channel's programs
+MAX_ACTNORM_PROGRAMS = 256  # enough to fill a GPU; a second pass adds up the results of a channel's programs
 
 
 class FusedActNorm(torch.autograd.Function):
@@ -101,13 +101,13 @@ class ChannelTiles(NamedTuple):
 def channel_tiles(examples: int, channels: int, pixels: int, last: bool) -> ChannelTiles:
     """The tiles for N examples of C channels with P values each."""
     height, width = (examples * pixels, channels) if last else (examples, pixels)
-    tile = 1024 if height * width * (1 if last else channels) >= 1024 * MOST_ACTNORM_PROGRAMS else 512
+    tile = 1024 if height * width * (1 if last else channels) >= 1024 * MAX_ACTNORM_PROGRAMS else 512
     columns = min(next_power_of_2(width), tile)
     rows = min(tile // columns, next_power_of_2(height))
     groups = cdiv(channels, columns) if last else channels
     # A second pass adds up the results of a channel's programs, so there are no more of them than fill the GPU.
     blocks = cdiv(height, rows)
-    steps = cdiv(blocks, min(blocks, cdiv(MOST_ACTNORM_PROGRAMS, groups)))
+    steps = cdiv(blocks, min(blocks, cdiv(MAX_ACTNORM_PROGRAMS, groups)))
     across = 1 if last else cdiv(pixels, columns)
     warps = min(max(rows * columns // 128, 1), 8)
     return ChannelTiles(height, rows, columns, steps, across, (cdiv(blocks, steps), groups), warps)

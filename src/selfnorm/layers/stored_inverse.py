@@ -1,4 +1,4 @@
-"""`KeptInverse`: layers that keep an R ≈ W⁻¹ next to W, whether R is learned or tracked."""
+"""`StoredInverse`: layers that store an R ≈ W⁻¹ next to W, whether R is learned or tracked."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfnorm.layers.linear import LinearMap, drop_kept_inverse
-from selfnorm.linalg.factors import widen
+from selfnorm.layers.linear import LinearMap, drop_stored_inverse
+from selfnorm.linalg.factors import to_float64
 from selfnorm.linalg.iterations import default_tolerance, refine
 from selfnorm.runtime.autograd import in_full_precision
 from selfnorm.runtime.checks import describe
 
 
-class KeptInverse(LinearMap):
+class StoredInverse(LinearMap):
     """z = Wx + b with an approximate inverse R at hand: one product instead of a factorisation. Abstract."""
 
     weight_inv: Tensor
@@ -42,7 +42,7 @@ class KeptInverse(LinearMap):
         if residual <= tolerance:
             return x
         warnings.warn(
-            f"{describe(self)}: refining the kept inverse stopped at a relative residual of {residual:.1e}, above the "
+            f"{describe(self)}: refining the stored inverse stopped at a relative residual of {residual:.1e}, above the "
             f"tolerance {tolerance:.1e}: either R is too far from the inverse (the spectral radius of I − RW must be well below "
             f"1), or {z.dtype} resolves no more; using the exact inverse instead",
             RuntimeWarning,
@@ -58,11 +58,11 @@ class KeptInverse(LinearMap):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         if "fallbacks" not in self._buffers and prefix + "fallbacks" in state_dict:
-            drop_kept_inverse(state_dict, prefix)  # of a tracked twin, whose inverse may have a different shape
+            drop_stored_inverse(state_dict, prefix)  # of a tracked twin, whose inverse may have a different shape
         weight = state_dict.get(prefix + "weight")
         if weight is not None and weight.shape == self.weight.shape and prefix + "weight_inv" not in state_dict:
             # The state of an exact twin.
             if not torch.isfinite(weight).all():
                 raise ValueError(f"{describe(self)}: expected finite weights to compute weight_inv from, got non-finite ones")
-            state_dict[prefix + "weight_inv"] = self.inverse_of(widen(weight)).to(weight)
+            state_dict[prefix + "weight_inv"] = self.inverse_of(to_float64(weight)).to(weight)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -32,11 +32,11 @@ SHAPES = {
 @pytest.fixture(params=[256, 2], ids=["", "few rows"])
 def rows(request, monkeypatch):
     """With few rows of partial sums, a program takes several tiles; sums take several steps."""
-    from selfnorm.kernels.conv import plain, tiles
+    from selfnorm.kernels.conv import convolution, tiles
 
-    original = plain.batch_sum_tiles
-    monkeypatch.setattr(tiles, "MOST_PARTIAL_ROWS", request.param)
-    monkeypatch.setattr(plain, "batch_sum_tiles", lambda rows, examples: original(64 * rows, 64 * examples) | {"ROWS": 2})
+    original = convolution.batch_sum_tiles
+    monkeypatch.setattr(tiles, "MAX_PARTIAL_ROWS", request.param)
+    monkeypatch.setattr(convolution, "batch_sum_tiles", lambda rows, examples: original(64 * rows, 64 * examples) | {"ROWS": 2})
     return original
 
 
@@ -50,7 +50,7 @@ def test_sums_reach_the_last_row(rows, number):
 @pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("name", SHAPES)
 def test_plain_convolutions(name, device):
-    from selfnorm.kernels.conv.plain import conv_backward, conv_forward
+    from selfnorm.kernels.conv.convolution import conv_backward, conv_forward
 
     shape, sides = SHAPES[name]
     x, k, b = normal(*shape, device=device), normal(shape[1], shape[1], *sides, device=device), normal(shape[1], device=device)
@@ -70,7 +70,7 @@ def test_plain_convolutions(name, device):
 @pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("name", SHAPES)
 def test_triangular_ones(name, device):
-    from selfnorm.kernels.conv.plain import conv_backward, conv_forward
+    from selfnorm.kernels.conv.convolution import conv_backward, conv_forward
 
     shape, sides = SHAPES[name]
     n, channels = shape[:2]
@@ -92,7 +92,7 @@ def test_triangular_ones(name, device):
 @pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("name", [name for name in SHAPES if name.startswith("mixing")])
 def test_mixing(name, device):
-    from selfnorm.kernels.conv.plain import FusedConv
+    from selfnorm.kernels.conv.convolution import FusedConv
 
     shape, _ = SHAPES[name]
     x, b = normal(*shape, device=device).requires_grad_(), normal(shape[1], device=device).requires_grad_()
@@ -108,7 +108,7 @@ def test_mixing(name, device):
 
 
 def test_more_examples_than_a_store_takes(device):
-    from selfnorm.kernels.conv.plain import conv_forward
+    from selfnorm.kernels.conv.convolution import conv_forward
     from selfnorm.kernels.dense.small_determinants import repeated_slogdet
 
     matrix = torch.tensor([[0.0, 2.0], [-3.0, 1.0]], dtype=torch.float32, device=device)

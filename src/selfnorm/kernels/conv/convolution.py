@@ -141,11 +141,11 @@ def _conv_forward(
     PIXELS: tl.constexpr, OUT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     out = tl.arange(0, OUT)
-    image, pixel, places, there = batch_tile(tl.program_id(0), pixels, out, C, H, W, PIXELS)
+    image, pixel, places, valid = batch_tile(tl.program_id(0), pixels, out, C, H, W, PIXELS)
     z = convolved(x_ptr + image, kernel_ptr, taps_ptr, pixel, out, C, H, W, KH, KW, PIXELS, OUT, WIDTH, DEPTH, False, PRECISION)
     if bias_ptr is not None:
         z += tl.load(bias_ptr + out, mask=out < C, other=0.0)[:, None]
-    tl.store(z_ptr + places, z, mask=there)
+    tl.store(z_ptr + places, z, mask=valid)
     if log_det_ptr is not None:
         if tl.program_id(0) == 0:
             diagonal = tl.load(kernel_ptr + out * ((C + 1) * KH * KW) + KH * KW // 2, mask=out < C, other=1.0)
@@ -166,13 +166,13 @@ def _conv_backward(
     row = tl.program_id(0)
     if tl.program_id(1) == 1:
         for step in range(EACH):
-            image, pixel, places, there = batch_tile(row * EACH + step, pixels, out, C, H, W, PIXELS)
+            image, pixel, places, valid = batch_tile(row * EACH + step, pixels, out, C, H, W, PIXELS)
             grad_x = convolved(
                 grad_z_ptr + image, kernel_ptr, taps_ptr, pixel, out,
                 C, H, W, KH, KW, PIXELS, OUT, WIDTH, DEPTH, True, PRECISION,
             )  # fmt: skip
             if grad_x_ptr is not None:
-                tl.store(grad_x_ptr + places, grad_x, mask=there)
+                tl.store(grad_x_ptr + places, grad_x, mask=valid)
     else:
         partial = partial_ptr + row.to(tl.int64) * (C * C * TAPS + C)
         arriving = tl.zeros((OUT, PIXELS), tl.float32)
@@ -180,8 +180,8 @@ def _conv_backward(
             total = tl.zeros((OUT, DEPTH), tl.float32)
             products = tl.zeros((OUT, PIXELS), tl.float32)  # of a single channel
             for step in range(EACH):
-                image, pixel, places, there = batch_tile(row * EACH + step, pixels, out, C, H, W, PIXELS)
-                grad = tl.load(grad_z_ptr + places, mask=there, other=0.0)
+                image, pixel, places, valid = batch_tile(row * EACH + step, pixels, out, C, H, W, PIXELS)
+                grad = tl.load(grad_z_ptr + places, mask=valid, other=0.0)
                 if first == 0:
                     arriving += grad
                 taken = patches(x_ptr + image, pixel, k, first, C, H, W, KH, KW, WIDTH)
