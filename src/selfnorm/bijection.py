@@ -28,7 +28,7 @@ class Surrogate(NamedTuple):
 
     @classmethod
     def exact(cls, z: Tensor, log_det: Tensor) -> Surrogate:
-        """The surrogate of a layer that has nothing to reconstruct: K = 0."""
+        """Returns the surrogate of a layer that has nothing to reconstruct: K = 0."""
         return cls(z, log_det, z.new_zeros(z.shape[0], 0))
 
 
@@ -108,24 +108,24 @@ class Bijection(nn.Module):
         return ()
 
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x → z, log|det ∂z/∂x| (N,), both exact."""
+        """Maps x → z, log|det ∂z/∂x| (N,), both exact."""
         raise NotImplementedError(f"{type(self).__name__} must define forward(x, *, context=None) -> z, log_det")
 
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """z → x, log|det ∂x/∂z| (N,), both exact."""
+        """Maps z → x, log|det ∂x/∂z| (N,), both exact."""
         raise NotImplementedError(f"{type(self).__name__} must define inverse(z, *, context=None) -> x, log_det")
 
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
-        """x → `Surrogate`; a layer with a cheap determinant gives its exact pair and nothing to reconstruct."""
+        """Maps x → `Surrogate`; a layer with a cheap determinant gives its exact pair and nothing to reconstruct."""
         z, log_det = self.forward(x, context=context)
         return Surrogate.exact(z, log_det)
 
     def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
-        """z → x by the learned inverse where there is one, else exactly."""
+        """Maps z → x by the learned inverse where there is one, else exactly."""
         return self.inverse(z, context=context)[0]
 
     def refined_inverse(self, z: Tensor, *, context: Tensor | None = None, tolerance: float | None = None) -> Tensor:
-        """z → x by the learned inverse, iterated until ‖z − f(x)‖ ≤ tolerance·‖z‖ in each layer."""
+        """Maps z → x by the learned inverse, iterated until ‖z − f(x)‖ ≤ tolerance·‖z‖ in each layer."""
         return self.inverse(z, context=context)[0]
 
     def initialize(self, x: Tensor, *, context: Tensor | None = None) -> None:
@@ -162,7 +162,7 @@ class Chain(Bijection):
         return iter(self._modules.values())  # type: ignore[arg-type]
 
     def __getitem__(self, index: int | slice) -> Bijection:
-        """One layer, or a chain of a slice of them; both share their parameters with this chain."""
+        """Returns one layer, or a chain of a slice of them; both share their parameters with this chain."""
         return Chain(*list(self)[index]) if isinstance(index, slice) else list(self)[index]
 
     @property
@@ -192,7 +192,7 @@ class Chain(Bijection):
         return Surrogate(z, log_dets.sum(0), reconstruction)
 
     def surrogate_by_layer(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
-        """The surrogate with a log_det for each layer, (L, N)."""
+        """Returns the surrogate with a log_det for each layer, (L, N)."""
         step, log_dets, columns = current_step(), [], [x.new_zeros(x.shape[0], 0)]
         for index, layer in enumerate(self):
             with located(f"layer {index}"):
@@ -231,7 +231,7 @@ class Chain(Bijection):
 
 
 def joined_names(parts: Iterable[tuple[str, Bijection]]) -> tuple[str, ...]:
-    """The reconstruction names of a module's parts, as seen from the module."""
+    """Returns the reconstruction names of a module's parts, as seen from the module."""
     return tuple(f"{part}.{name}".rstrip(".") for part, layer in parts for name in layer.reconstruction_names)
 
 

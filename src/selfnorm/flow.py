@@ -32,7 +32,7 @@ class StandardNormal(nn.Module):
         return "" if self._fixed is None else f"{self._fixed}"
 
     def log_prob(self, z: Tensor) -> Tensor:
-        """log N(z; 0, I), (N,)."""
+        """Returns log N(z; 0, I), (N,)."""
         self.remember_shape(z)
         dimensions = math.prod(z.shape[1:])
         return -0.5 * z.square().flatten(1).sum(1) - 0.5 * dimensions * math.log(2 * math.pi)
@@ -45,7 +45,7 @@ class StandardNormal(nn.Module):
             self._seen = tuple(z.shape[1:])
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """n draws, (n, *shape), on this module's device and in its dtype."""
+        """Returns n draws, (n, *shape), on this module's device and in its dtype."""
         if self._seen is None:
             raise ValueError(
                 "StandardNormal: expected to know the latent's shape, got none: build the flow with base=StandardNormal(shape), "
@@ -93,12 +93,12 @@ class Flow(nn.Module):
         return any(layer.draws_after_step for layer in self._layers().values())
 
     def inverse_trackers(self) -> dict[str, InverseTracker]:
-        """The layers that update a stored inverse after each step, by their path in `bijection`."""
+        """Returns the layers that update a stored inverse after each step, by their path in `bijection`."""
         trackers = {name: layer.inverse_tracker for name, layer in self._layers().items()}
         return {name: tracker for name, tracker in trackers.items() if tracker is not None}
 
     def log_prob(self, x: Tensor, *, context: Tensor | None = None) -> Tensor:
-        """log p(x), (N,): exact. Linear layers factorise their weight once; further batches cost no factorisation."""
+        """Returns log p(x), (N,): exact. Linear layers factorise their weight once; further batches cost no factorisation."""
         z, log_det = self._encode("log_prob", x, context)
         log_prob = self._base_log_prob(z) + log_det
         if torch.isnan(log_prob).any():
@@ -106,7 +106,7 @@ class Flow(nn.Module):
         return log_prob
 
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
-        """The training surrogate: `log_det` includes the base's log-density. It has the right gradient but is not a
+        """Returns the training surrogate: `log_det` includes the base's log-density. It has the right gradient but is not a
         likelihood.
 
         loss = −log_det.mean() + λ·reconstruction.sum(1).mean()
@@ -118,7 +118,7 @@ class Flow(nn.Module):
         return Surrogate(z, self._base_log_prob(z) + log_det, reconstruction)
 
     def split_preprocessing(self) -> tuple[Chain, Flow]:
-        """The leading layers without parameters, and a flow of the rest; both share their layers with this flow.
+        """Returns the leading layers without parameters, and a flow of the rest; both share their layers with this flow.
 
         Training can preprocess many batches at once: `rest.surrogate(preprocessing(x))` is this flow's surrogate of x without the
         log-determinant of the preprocessing.
@@ -130,11 +130,11 @@ class Flow(nn.Module):
         return Chain(*list(self.bijection)[:preprocessing]), Flow(Chain(*list(self.bijection)[preprocessing:]), self.base)
 
     def encode(self, x: Tensor, *, context: Tensor | None = None) -> Tensor:
-        """x → z, exact."""
+        """Maps x → z, exactly."""
         return self._encode("encode", x, context)[0]
 
     def decode(self, z: Tensor, inverse: Inverse = "learned", *, context: Tensor | None = None) -> Tensor:
-        """z → x by the learned inverse, the exact one, or the learned one refined until it is exact to a tolerance."""
+        """Maps z → x by the learned inverse, the exact one, or the learned one refined until it is exact to a tolerance."""
         if inverse not in get_args(Inverse):
             raise ValueError(f"Flow.decode: expected inverse to be one of {', '.join(get_args(Inverse))}, got {inverse!r}")
         expect_float("Flow.decode", z)
@@ -156,7 +156,10 @@ class Flow(nn.Module):
         *,
         context: Tensor | None = None,
     ) -> Tensor:
-        """n draws of x, without gradient. "learned" is cheapest and as good as the learned inverse; "exact" follows p(x)."""
+        """Returns n draws of x, without gradient.
+
+        "learned" is the cheapest, and only as accurate as the learned inverse; "exact" samples from p(x).
+        """
         return self.decode(self._draw(n, generator), inverse, context=context)
 
     def sample_and_log_prob(
@@ -167,18 +170,18 @@ class Flow(nn.Module):
         *,
         context: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """n draws of x, and log p(x) of each, (n,): the exact density at that x, for any kind of inverse. Differentiable."""
+        """Returns n draws of x and the exact log p(x) of each, (n,), for any kind of inverse. Differentiable."""
         x = self.decode(self._draw(n, generator), inverse, context=context)
         return x, self.log_prob(x, context=context)
 
     def initialize(self, x: Tensor, *, context: Tensor | None = None) -> None:
-        """Data-dependent initialisation from a first batch (ActNorm's); call it once, before the first step."""
+        """Initialises layers from a first batch of data (`ActNorm`); call it once, before the first step."""
         expect_float("Flow.initialize", x)
         expect_finite("Flow.initialize", "input", x)
         self.bijection.initialize(x, context=context)
 
     def after_step(self, *, generator: torch.Generator | None = None) -> None:
-        """Call after each optimiser step; `generator`, on the flow's device, is for layers that draw random numbers then."""
+        """Runs the layers' hooks; call it after each optimiser step. Layers that draw numbers use `generator`, on the flow's device."""
         self.bijection.after_step(generator=generator)
 
     def _layers(self) -> dict[str, Bijection]:

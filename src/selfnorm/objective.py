@@ -99,13 +99,13 @@ class Loss(nn.Module):
     def forward(
         self, x: Tensor, *, context: Tensor | None = None, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Metrics]:
-        """The loss of a batch, and its parts. Probes are drawn from `generator`."""
+        """Returns the loss of a batch, and its parts. Probes are drawn from `generator`."""
         return self.of_rest(self.flow, x, context=context, generator=generator)
 
     def of_rest(
         self, flow: Flow, x: Tensor, *, context: Tensor | None = None, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Metrics]:
-        """The loss of the rest of the flow after `Flow.split_preprocessing`: it lacks the preprocessing's log-determinant."""
+        """Returns the loss of the rest of `Flow.split_preprocessing`, without the log-determinant of the preprocessing."""
         expect_batch(self, x)
         if len(x) == 0:
             raise ValueError("Loss: expected at least one example, got none")
@@ -145,7 +145,7 @@ class Loss(nn.Module):
         return bool(self.probes or self.debias) or self.polish == "low-rank" or self.flow.draws_after_step
 
     def after_step(self, metrics: Metrics, *, generator: torch.Generator | None = None) -> None:
-        """Call after each optimiser step, with the metrics of its `forward`. Trackers and checks wait for the device."""
+        """Updates multipliers, trackers and polish; call it after each optimiser step. Trackers and checks wait for the device."""
         self.penalty.after_step(metrics.reconstruction)
         self.flow.after_step(generator=generator)
         if not self._counts:
@@ -164,7 +164,7 @@ class Loss(nn.Module):
                     expect_finite_variance(layer, radius, self.debias_keep)
 
     def _fits_kernel(self, flow: Flow, x: Tensor) -> bool:
-        """Whether the objective's kernel can compute the loss: the paper's penalty, on a standard normal base."""
+        """Returns whether the objective's kernel can compute the loss: the paper's penalty, on a standard normal base."""
         usual = type(self.penalty) is Fixed and type(flow.base) is StandardNormal and not (self.probes or self.debias)
         return usual and usable(x, self.penalty.reconstruction_weight if len(self.penalty.reconstruction_weight) else None)
 

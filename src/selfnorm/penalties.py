@@ -44,7 +44,7 @@ class Penalty(nn.Module):
         self.register_buffer("reconstruction_weight", torch.full((layers,), self._initial_weight))
 
     def forward(self, error: Tensor, dimensions: Tensor) -> Tensor:
-        """The penalty, from the layers' mean squared errors per dimension (K,) and their dimensions (K,)."""
+        """Returns the penalty, from the layers' mean squared errors per dimension (K,) and their dimensions (K,)."""
         raise NotImplementedError
 
     def after_step(self, error: Tensor) -> None:

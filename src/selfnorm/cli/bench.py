@@ -187,7 +187,7 @@ def _effort(seconds: float | None, quick: bool, default: float = 2.0) -> Effort:
 
 
 def _tables_by_part(table: BenchTable) -> list[ScreenTable]:
-    """One table for the gradient and one for the step with Adam, both with narrower columns."""
+    """Returns one table for the gradient and one for the step with Adam, both with narrower columns."""
     columns = ["D", *KINDS, table.columns[-1]]
     return [
         ScreenTable(f"{table.heading}: ms, {part}", columns, [[row[0], *row[2:]] for row in table.rows if row[1] == part])

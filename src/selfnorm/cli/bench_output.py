@@ -21,7 +21,7 @@ DEFAULT_WIDTH = 80  # columns, if there is no terminal to ask
 
 
 def output_files(json: Path | None, figure: Path | None, draws: bool = True) -> tuple[Path | None, Path | None]:
-    """The table's and the figure's path. Raises ValueError, before hours of measuring, if one of them cannot be written."""
+    """Returns the paths of the table and the figure. Raises ValueError, before hours of measuring, if one cannot be written."""
     if figure is not None and figure.suffix.lower() != ".png":
         raise ValueError(f"--figure: expected a name that ends in .png, got {figure}")
     if json is not None and json.suffix != ".json":
@@ -57,7 +57,7 @@ def deliver(
     screens: Sequence[ScreenTable] | None = None,
     more: Sequence[str] = (),
 ) -> None:
-    """Print the table, then write it, then draw it: in this order, so that a file that cannot be written does not lose results.
+    """Prints the table, then writes it, then draws it, so that a file that cannot be written loses no results.
 
     screens:  tables to print instead of this one.
     more:     lines to print below it.
@@ -110,7 +110,7 @@ def _naming_file(path: Path) -> Iterator[None]:
 
 
 def _split_to_fit(screen: ScreenTable, width: int) -> Iterator[ScreenTable]:
-    """The table without its empty columns, split into several if it is too wide even with its cells broken at blanks.
+    """Returns the table without its empty columns, split into several if it is too wide even with its cells broken at blanks.
 
     Each part repeats the first column.
     """
@@ -132,7 +132,7 @@ def _split_to_fit(screen: ScreenTable, width: int) -> Iterator[ScreenTable]:
 
 
 def _print_screen_table(screen: ScreenTable, width: int) -> None:
-    """Print cells and headers on one line each if there is room; otherwise break headers at blanks, and if necessary cells."""
+    """Prints cells and headers on one line each if there is room; otherwise breaks headers at blanks, and if necessary cells."""
     header = [_unbroken(name) for name in screen.columns]
     rows = [[_cell_text(cell) for cell in row] for row in screen.rows]
     columns = list(zip(header, *rows, strict=True))
@@ -161,7 +161,7 @@ def _longest_word(texts: Iterable[str]) -> int:
 
 
 def _unbroken(text: str) -> str:
-    """The text with blanks that do not break before a slash or a per cent sign."""
+    """Returns the text with blanks that do not break before a slash or a per cent sign."""
     return text.replace(" /", "\xa0/").replace(" %", "\xa0%")
 
 

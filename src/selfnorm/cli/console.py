@@ -18,7 +18,7 @@ ERR = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=
 
 
 def print_json(record: Any) -> None:
-    """Print one line of JSON to stdout. If the reader has left, as `| head` does, the run continues and output is discarded."""
+    """Prints one line of JSON to stdout. If the reader has left, as `| head` does, the run continues and output is discarded."""
     try:
         print(json_text(record), flush=True)
     except BrokenPipeError:
@@ -26,7 +26,7 @@ def print_json(record: Any) -> None:
 
 
 def build_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    """A table without borders; its first column is never cut."""
+    """Returns a table without borders; its first column is never cut."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, no_wrap=index == 0)
@@ -36,7 +36,7 @@ def build_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]
 
 
 def short_number(value: float | None) -> str:
-    """Three significant digits, or all digits before the decimal point if there are more; – for None."""
+    """Returns three significant digits, or all digits before the decimal point if there are more; – for None."""
     if value is None:
         return "–"
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -21,7 +21,7 @@ from selfnorm.train.stopping import DivergedError
 
 
 def print_result(folder: Path, result: Result, as_json: bool) -> None:
-    """Print a run's exact test likelihood and where its files are."""
+    """Prints a run's exact test likelihood and where its files are."""
     if as_json:
         return  # it was the run's last record
     OUT.print(Text.assemble((result.recipe, "bold"), f": test NLL {result.test}"))
@@ -35,7 +35,7 @@ def print_result(folder: Path, result: Result, as_json: bool) -> None:
 
 
 def print_twins(result: Result, twin: Result) -> None:
-    """Print a run next to its exact-gradient twin."""
+    """Prints a run next to its exact-gradient twin."""
     rows = [
         (each.recipe, f"{each.test.nll:.2f} ± {each.test.standard_error:.2f}", f"{each.seconds:.0f}") for each in (result, twin)
     ]
@@ -44,7 +44,7 @@ def print_twins(result: Result, twin: Result) -> None:
 
 
 def print_seed_runs(runs: Mapping[Path, tuple[Recipe, Result | DivergedError]], as_json: bool) -> None:
-    """Print runs that trained at the same time, by folder, and their mean if they differ only in the seed."""
+    """Prints runs that trained at the same time, by folder, and their mean if they differ only in the seed."""
     if not as_json:
         for path, (recipe, result) in runs.items():
             OUT.print(f"seed {recipe.optimiser.seed}")
@@ -76,7 +76,7 @@ def _print_seed_mean(runs: Mapping[int, Result | DivergedError], as_json: bool) 
 
 
 def print_profile(pieces: Sequence[Piece], as_json: bool) -> None:
-    """Print where a step's time goes: by layer, by kind of layer, and the rest."""
+    """Prints where a step's time goes: by layer, by kind of layer, and the rest."""
     if as_json:
         print_json({"kind": "profile", "pieces": [piece._asdict() for piece in pieces]})
         return
@@ -100,7 +100,7 @@ def print_profile(pieces: Sequence[Piece], as_json: bool) -> None:
 
 
 def print_compared_run(run: ComparedRun, as_json: bool) -> None:
-    """Print one line about a run of a comparison when it is done; as JSON only if it failed."""
+    """Prints one line about a run of a comparison when it is done; as JSON only if it failed."""
     planned = run.planned
     if not as_json:
         ERR.print(f"{planned.place} {planned.name}: {run.failure or (run.result and f'test NLL {run.result.test}')}")
@@ -109,7 +109,7 @@ def print_compared_run(run: ComparedRun, as_json: bool) -> None:
 
 
 def print_comparison(comparison: Comparison) -> None:
-    """Print the table of a comparison, its caption, and a line for each run that failed."""
+    """Prints the table of a comparison, its caption, and a line for each run that failed."""
     columns = ("", "test NLL", "ms/step", "seconds", "MiB", "parameters", "inverse error", "ms/sample")
     rows = [
         (
@@ -138,7 +138,7 @@ def _with_error(value: float | None, error: float | None) -> str:
 
 
 def print_health(health: FlowHealth, as_json: bool) -> None:
-    """Print what `examine` found about a flow's inverses."""
+    """Prints what `examine` found about a flow's inverses."""
     if as_json:
         print_json(asdict(health))
         return

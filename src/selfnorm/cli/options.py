@@ -54,7 +54,7 @@ RunFolderOption = Annotated[
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that `--device` names. Raises ValueError if this machine does not have it."""
+    """Returns the device that `--device` names. Raises ValueError if this machine does not have it."""
     if name == "auto":
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return accelerator or torch.device("cpu")
@@ -67,5 +67,5 @@ def resolve_device(name: str) -> torch.device:
 
 
 def absolute_folder(path: Path | None) -> str | None:
-    """The folder that `--data` names as an absolute path, so that a run can be resumed from any directory."""
+    """Returns the folder that `--data` names as an absolute path, so that a run can be resumed from any directory."""
     return None if path is None else str(path.expanduser().resolve())

@@ -176,7 +176,7 @@ def _resume_runs(
 
 
 def _print_outcomes(folders: list[Path], recipes: list[Recipe], outcomes: list[Result | DivergedError], as_json: bool) -> None:
-    """Print the runs, then raise `DivergedError` if any of them diverged."""
+    """Prints the runs, then raise `DivergedError` if any of them diverged."""
     print_seed_runs(dict(zip(folders, zip(recipes, outcomes, strict=True), strict=True)), as_json)
     diverged = [str(folder) for folder, each in zip(folders, outcomes, strict=True) if not isinstance(each, Result)]
     if diverged:
@@ -184,13 +184,13 @@ def _print_outcomes(folders: list[Path], recipes: list[Recipe], outcomes: list[R
 
 
 def _seed_folders(folder: Path, seeds: list[int]) -> list[Path]:
-    """The folder itself for the first seed; for the others, the folder with their seed appended to its name."""
+    """Returns the folder itself for the first seed; for the others, the folder with their seed appended to its name."""
     named = folder if folder.name else folder.resolve()  # "." has no name
     return [folder, *(named.with_name(f"{named.name}-seed{seed}") for seed in seeds[1:])]
 
 
 def _free_with_seeds(folder: Path) -> Path:
-    """The folder, or the first one with a number appended to its name, that does not exist and has no seed folders next to it."""
+    """Returns the folder, with a number appended if it, or a seed folder next to it, exists already."""
     while any(folder.parent.glob(f"{folder.name}-seed*")) or folder.exists():
         stem, _, number = folder.name.rpartition("-")
         folder = folder.with_name(f"{stem}-{int(number) + 1}" if number.isdigit() else f"{folder.name}-2")
@@ -198,7 +198,7 @@ def _free_with_seeds(folder: Path) -> Path:
 
 
 def _warn_of_discrete_columns(dataset: Dataset) -> None:
-    """Warn of columns with few different values: they have no density, and a flow fits ever narrower spikes to them."""
+    """Warns of columns with few different values: they have no density, and a flow fits ever narrower spikes to them."""
     if dataset.train.dim() == 2 and len(dataset.train) >= 50:
         for index, column in enumerate(dataset.train.T):
             values = len(column.unique())
@@ -208,5 +208,5 @@ def _warn_of_discrete_columns(dataset: Dataset) -> None:
 
 
 def _with_options(recipe: Recipe, **options: Any) -> Recipe:
-    """The recipe with the options that are not None."""
+    """Returns the recipe with the options that are not None."""
     return recipe.changed(**{name: value for name, value in options.items() if value is not None})

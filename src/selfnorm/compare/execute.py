@@ -29,7 +29,7 @@ def run_comparison(
     watch: Watch,
     done: Callable[[ComparedRun], None] = lambda run: None,
 ) -> Comparison:
-    """Train the runs that are not finished, measure all of them, and return the comparison.
+    """Trains the runs that are not finished, measures all of them, and returns the comparison.
 
     watch:  returns a context manager for each run that trains, which yields the function to call with its records.
     done:   is called with each run when it has been measured.
@@ -60,7 +60,7 @@ def _train_and_measure(run: PlannedRun, device: torch.device, watch: Watch, stop
 
 
 def train_or_resume(recipe: Recipe, path: Path, device: str, report: Report) -> None:
-    """Train the recipe into the folder, or continue the run that the folder already holds."""
+    """Trains the recipe into the folder, or continues the run that the folder already holds."""
     if RunFolder(path).recipe.exists():
         resume_run(path, device=device, report=report)
     else:

@@ -23,7 +23,7 @@ UNTIMED_SAMPLES, TIMED_SAMPLES = 5, 30  # calls of flow.sample(1)
 
 
 def is_finished(run: PlannedRun) -> bool:
-    """Whether the run's folder holds its result."""
+    """Returns whether the run's folder holds its result."""
     try:
         Result.read(RunFolder(run.path).result)
     except ValueError:
@@ -32,7 +32,7 @@ def is_finished(run: PlannedRun) -> bool:
 
 
 def measure_run(run: PlannedRun, device: torch.device) -> ComparedRun:
-    """The run with its result, inverse error and time per sample, or with the reason why its folder cannot be read."""
+    """Returns the run with its result, inverse error and time per sample, or with the reason why its folder cannot be read."""
     try:
         result, trained = Result.read(RunFolder(run.path).result), Trained.open(run.path, device)
     except ValueError as error:
@@ -48,7 +48,7 @@ def measure_run(run: PlannedRun, device: torch.device) -> ComparedRun:
 
 
 def _sample_seconds(flow: Flow, device: torch.device, generator: torch.Generator) -> float | None:
-    """The median time of drawing one sample; None if a sample was not finite."""
+    """Returns the median time of drawing one sample; None if a sample was not finite."""
     times = []
     try:
         for _ in range(UNTIMED_SAMPLES + TIMED_SAMPLES):

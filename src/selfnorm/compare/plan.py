@@ -34,7 +34,7 @@ class PlannedRun:
 def plan_runs(
     names: Iterable[str], settings: Sequence[str], folder: Path, *, seeds: int = 1, data_dir: str | None = None
 ) -> tuple[PlannedRun, ...]:
-    """The runs of a comparison, seed by seed, each in its own folder.
+    """Returns the runs of a comparison, seed by seed, each in its own folder.
 
     names:  of recipes, or patterns such as "digits-fc-*".
 
@@ -57,7 +57,7 @@ def plan_runs(
 
 
 def check_runs(runs: Sequence[PlannedRun], dataset: Dataset) -> None:
-    """Raise ValueError, before hours of training, if a flow cannot be built for the data or a folder cannot be used."""
+    """Raises ValueError, before hours of training, if a flow cannot be built for the data or a folder cannot be used."""
     for run in runs:
         build_loss(run.recipe, build_flow(run.recipe, dataset.shape, dataset.levels))
         _expect_usable(run)
@@ -91,7 +91,7 @@ def _expect_same_batches(recipes: Sequence[Recipe]) -> None:
 
 
 def _expect_usable(run: PlannedRun) -> None:
-    """The run's folder is new, empty, or holds this run, and no other process is training it."""
+    """Raises ValueError unless the run's folder is new, empty or holds this run, and no other process is training it."""
     folder = RunFolder(run.path)
     if folder.recipe.exists():
         stored = folder.read_recipe()
@@ -107,7 +107,7 @@ def _expect_usable(run: PlannedRun) -> None:
 
 
 def _chosen(names: Iterable[str]) -> list[Recipe]:
-    """The recipes of names and patterns, in order."""
+    """Returns the recipes of names and patterns, in order."""
     chosen: list[str] = []
     for name in names:
         if any(mark in name for mark in "*?["):

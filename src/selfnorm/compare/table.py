@@ -50,7 +50,7 @@ class ComparedRun:
     diverged: bool = False
 
     def row(self) -> dict[str, Any]:
-        """All numbers of the run, unrounded, by names that include their units."""
+        """Returns all numbers of the run, unrounded, by names that include their units."""
         recipe, result = self.planned.recipe, self.result
         outcome = "finished" if result else "diverged" if self.diverged else "failed"
         return {
@@ -136,7 +136,7 @@ class Comparison:
         )
 
     def rows(self) -> list[ComparisonRow]:
-        """One row for each recipe, the best first, those without a result last."""
+        """Returns one row for each recipe, the best first, those without a result last."""
         groups: dict[str, list[ComparedRun]] = {}
         for run in self.runs:
             groups.setdefault(run.planned.recipe.name, []).append(run)
@@ -144,11 +144,11 @@ class Comparison:
         return sorted(rows, key=lambda row: math.inf if row.nll is None else row.nll)
 
     def failures(self) -> list[str]:
-        """One line for each run that has no result, with the reason."""
+        """Returns one line for each run that has no result, with the reason."""
         return [f"{run.planned.name}: {run.failure}" for run in self.runs if run.failure]
 
     def report(self) -> dict[str, Any]:
-        """The comparison in the shape of a file in results/."""
+        """Returns the comparison in the shape of a file in results/."""
         return {
             "title": self.title,
             "about": " ".join([self.about, *self.failures()]),
@@ -172,7 +172,7 @@ class Comparison:
         }
 
     def write(self, folder: Path) -> list[Path]:
-        """Write comparison.json, comparison.csv and, if anything was validated, comparison.png; returns their paths."""
+        """Writes comparison.json, comparison.csv and, if anything was validated, comparison.png; returns their paths."""
         folder.mkdir(parents=True, exist_ok=True)
         written = [folder / "comparison.json", folder / "comparison.csv"]
         write_text(written[0], json_text(self.report(), indent=1) + "\n")
@@ -188,7 +188,7 @@ class Comparison:
         return written
 
     def _validation_curves(self) -> dict[str, list[list[tuple[float, float]]]]:
-        """For each row of the table, its runs' exact validation NLLs as (seconds of training, NLL)."""
+        """Returns, for each row of the table, its runs' exact validation NLLs as (seconds of training, NLL)."""
         found: dict[str, list[list[tuple[float, float]]]] = {}
         for row in self.rows():
             for run in self.runs:
@@ -199,7 +199,7 @@ class Comparison:
         return {label: curves for label, curves in found.items() if curves}
 
     def _provenance(self) -> dict[str, str | None]:
-        """The provenance of the runs, which may have trained on different days, with the comparison's command."""
+        """Returns the provenance of the runs, which may have trained on different days, with the comparison's command."""
         results = [run.result for run in self.runs if run.result]
         source = provenance(self.device, self.command)
         for key in source.keys() - {"command"}:
@@ -211,7 +211,7 @@ class Comparison:
 
 
 def _summary(name: str, runs: list[ComparedRun]) -> ComparisonRow:
-    """The row of a recipe's runs."""
+    """Returns the row of a recipe's runs."""
     found = [run.result for run in runs if run.result]
     values = [result.test.nll for result in found]
     if len(runs) > 1:

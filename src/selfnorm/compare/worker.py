@@ -45,7 +45,7 @@ class ForwardedStops(StopRequests):
         self.forward()
 
     def forward(self) -> None:
-        """Send the signal that arrived, if any, to the worker."""
+        """Sends the signal that arrived, if any, to the worker."""
         # On Windows, Ctrl-C reaches every process of the console by itself.
         if self.worker is not None and self._requested is not None and POSIX:
             with suppress(ProcessLookupError):
@@ -53,7 +53,7 @@ class ForwardedStops(StopRequests):
 
 
 def run_in_worker(work: Callable[[Report], object], report: Report, stop: ForwardedStops) -> Outcome:
-    """Call `work(report)` in a fresh process and return how it ended.
+    """Calls `work(report)` in a fresh process and returns how it ended.
 
     work:    must be picklable. The worker does not import `__main__`, so functions defined there do not qualify.
     report:  is called in this process with each record, unchanged.
@@ -90,7 +90,7 @@ def run_in_worker(work: Callable[[Report], object], report: Report, stop: Forwar
 
 
 def death_reason(code: int, output: str) -> str:
-    """One line about a process that ended without an outcome: the signal that killed it, or the last line that it printed."""
+    """Returns why a process ended without an outcome: the signal that killed it, or the last line that it printed."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return (output.strip().splitlines() or [f"exit status {code} without a message"])[-1]
@@ -119,7 +119,7 @@ def _without_main() -> Iterator[None]:
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """A process started here holds signals back until `_serve` is ready for them.
+    """Context manager in whose block a started process holds signals back until `_serve` is ready for them.
 
     Without this, a terminal's Ctrl-C during the worker's imports would end it with a traceback.
     """
@@ -135,7 +135,7 @@ def _signals_held() -> Iterator[None]:
 
 
 def _serve(work: Callable[[Report], object], sender: Connection[Any, Any], output: Path) -> None:
-    """The worker: does the work and sends records, then the outcome."""
+    """Runs in the worker: does the work and sends records, then the outcome."""
 
     def send(message: Any) -> None:
         with suppress(BrokenPipeError):  # the parent is gone; SIGTERM follows
@@ -157,7 +157,7 @@ def _serve(work: Callable[[Report], object], sender: Connection[Any, Any], outpu
 
 
 def _occupy_standard_streams() -> None:
-    """Open the null device for closed standard streams: the worker redirects its own, and a pipe must not have their numbers."""
+    """Opens the null device for closed standard streams: the worker redirects its own, and a pipe must not have their numbers."""
     for stream in (0, 1, 2):
         try:
             os.fstat(stream)
@@ -166,7 +166,7 @@ def _occupy_standard_streams() -> None:
 
 
 def _set_up_process(output: Path) -> None:
-    """Give the worker its own process group, output file and signal handling."""
+    """Gives the worker its own process group, output file and signal handling."""
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -49,26 +49,26 @@ def _blurred(x: Tensor, y: Tensor, noise: float, generator: torch.Generator) -> 
 
 
 def _moons(n: int, generator: torch.Generator) -> Tensor:
-    """Two interleaving half circles."""
+    """Draws from two interleaving half circles."""
     angle, side = math.pi * _uniform(n, generator), 1 - 2 * _one_of(2, n, generator)
     return _blurred(2 * side * angle.cos() - side, side * (2 * angle.sin() - 0.5), 0.2, generator)
 
 
 def _rings(n: int, generator: torch.Generator) -> Tensor:
-    """Four concentric circles, of radius 1 to 4."""
+    """Draws from four concentric circles, of radius 1 to 4."""
     angle, radius = 2 * math.pi * _uniform(n, generator), 1 + _one_of(4, n, generator)
     return _blurred(radius * angle.cos(), radius * angle.sin(), 0.1, generator)
 
 
 def _checkerboard(n: int, generator: torch.Generator) -> Tensor:
-    """Uniform on the eight dark squares of a 4 × 4 board, from −4 to 4."""
+    """Draws uniformly from the eight dark squares of a 4 × 4 board, from −4 to 4."""
     column, pair = _one_of(4, n, generator), _one_of(2, n, generator)
     row = 2 * pair + (column % 2)
     return torch.stack([2 * (column + _uniform(n, generator)) - 4, 2 * (row + _uniform(n, generator)) - 4], 1)
 
 
 def _spirals(n: int, generator: torch.Generator) -> Tensor:
-    """Two arms, one and a half turns each, evenly filled along their length."""
+    """Draws from two arms, one and a half turns each, evenly filled along their length."""
     radius, side = 4 * _uniform(n, generator).sqrt(), 1 - 2 * _one_of(2, n, generator)
     angle = 0.75 * math.pi * radius
     return _blurred(side * radius * angle.cos(), side * radius * angle.sin(), 0.1, generator)

@@ -121,7 +121,7 @@ class Logit(Bijection):
         return x, sum_event(F.logsigmoid(z) + F.logsigmoid(-z) - math.log(stretch))
 
     def _sides(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The squashed value and one minus it, each without cancellation: near x = 1, 1 − x is exact but 1 − squashed is not."""
+        """Returns the squashed value and one minus it, each without cancellation: near x = 1, 1 − x is exact, 1 − squashed is not."""
         expect_batch(self, x)
         stretch = 1 - 2 * self.alpha
         return self.alpha + stretch * x, self.alpha + stretch * (1 - x)

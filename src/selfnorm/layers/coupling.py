@@ -67,7 +67,7 @@ class ConditionalAffine(FusableLayer):
         return Surrogate.exact(*MatrixAffine.apply(x, context, networks_in_bf16(), *weights))
 
     def weights(self) -> NetworkWeights:
-        """The network's parameters, in the order in which they are used."""
+        """Returns the network's parameters, in the order in which they are used."""
         convolutions = (self.network[0], self.network[2], self.last)
         return NetworkWeights._make([*(part for each in convolutions for part in (each.weight, each.bias)), self.last_log_scale])
 
@@ -135,7 +135,7 @@ class AffineCoupling(FusableLayer):
         return Surrogate.exact(torch.cat([stay, change], dim=1), log_det)
 
     def _split(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The half that stays, the half that changes, and the network's input."""
+        """Returns the half that stays, the half that changes, and the network's input."""
         expect_shape(self, x, self.channels, "H", "W")
         stay, change = x[:, : self.channels // 2], x[:, self.channels // 2 :]
         if not self.context_channels:
@@ -144,12 +144,12 @@ class AffineCoupling(FusableLayer):
 
 
 def _inverse_kernels_fit(weights: NetworkWeights, z: Tensor, network_input: Tensor) -> bool:
-    """Whether kernels can compute the inverse, and round as the plain forward pass does."""
+    """Returns whether kernels can compute the inverse, and round as the plain forward pass does."""
     return products_round_like_convolutions() and coupling_kernels_fit(weights, z, network_input)
 
 
 def expect_context(layer: nn.Module, context: Tensor | None, channels: int, x: Tensor) -> Tensor:
-    """The context as an image of x's size; a vector for the whole image is expanded to it."""
+    """Returns the context as an image of x's size; a vector for the whole image is expanded to it."""
     if context is not None and context.dim() == 2:
         context = context[:, :, None, None].expand(-1, -1, *x.shape[2:])
     expected = (x.shape[0], channels, *x.shape[2:])

@@ -11,7 +11,7 @@ from selfnorm.runtime.precision import convolutions_in_tf32, networks_in_bf16, p
 
 
 def scale_and_shift(weights: NetworkWeights, network_input: Tensor) -> tuple[Tensor, Tensor]:
-    """log s = 2·tanh(h/2) from the even channels of the network's output h, and t from the odd ones: (N, C, H, W) each.
+    """Returns log s = 2·tanh(h/2) from the even channels of the network's output h, and t from the odd ones: (N, C, H, W) each.
 
     Twice differentiable. With `precision("bf16")` the convolutions are of bfloat16 numbers, and the last one's sum is float32.
     """
@@ -31,5 +31,5 @@ def scale_and_shift(weights: NetworkWeights, network_input: Tensor) -> tuple[Ten
 
 
 def products_round_like_convolutions() -> bool:
-    """Whether matrix products round as the convolutions here do, so that an inverse by products undoes a map by convolutions."""
+    """Returns whether matrix products round as convolutions do, so that an inverse by products undoes a map by convolutions."""
     return not networks_in_bf16() and products_in_tf32() == convolutions_in_tf32()

@@ -117,7 +117,7 @@ class AutoregressiveConv2d(Bijection):
         return convolve(x, self._kernel(), DEFAULT_GEOMETRY) + self._broadcast_bias()
 
     def _diagonal(self) -> Tensor:
-        """T(w)'s diagonal at one pixel (C,); it is the same at every pixel."""
+        """Returns T(w)'s diagonal at one pixel (C,); it is the same at every pixel."""
         return self.weight[:, :, self.kernel_size[0] // 2, self.kernel_size[1] // 2].diagonal()
 
     def _exact_log_det(self, x: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ class AutoregressiveSolve(torch.autograd.Function):
 
 
 def solve_by_rows(z: Tensor, w: Tensor) -> Tensor:
-    """T(w)⁻¹z for either mask, not mirrored: one row of the images at a time, from the last to the first.
+    """Returns T(w)⁻¹z for either mask, not mirrored: one row of the images at a time, from the last to the first.
 
     If T_k maps the row k further down, row i is T_0⁻¹(z_i − Σ_k T_k x_{i+k}): one product and one triangular solve for each
     row. Cost: O(N·H·(CW)²·kh).
@@ -210,7 +210,7 @@ def solve_by_rows(z: Tensor, w: Tensor) -> Tensor:
 
 
 def solve_by_fronts(z: Tensor, w: Tensor, mask: Mask) -> Tensor:
-    """T(w)⁻¹z, not mirrored: one front of pixels that do not read each other at a time, from the last to the first.
+    """Returns T(w)⁻¹z, not mirrored: one front of pixels that do not read each other at a time, from the last to the first.
 
     Pixels (i, j) with equal i + j form a front, or with equal (kw//2 + 1)·i + j for mask "raster". With the centre's inverse
     folded into z and the other taps, a front is one gather, one product and one sum. Cost: O(N·HW·C²·kh·kw).
@@ -236,7 +236,7 @@ def solve_by_fronts(z: Tensor, w: Tensor, mask: Mask) -> Tensor:
 def _fronts(
     size: tuple[int, int], kernel_size: tuple[int, int], mask: Mask
 ) -> tuple[Tensor, list[int], Tensor, tuple[Tensor, Tensor]]:
-    """The pixels in order of solution, the fronts' sizes, the positions in that order that each pixel reads, and the taps."""
+    """Returns the pixels in order of solution, the sizes of the fronts, the positions that each pixel reads, and the taps."""
     rows, columns = kernel_size[0] // 2, kernel_size[1] // 2
     after = autoregressive_mask(1, kernel_size, mask)[0, 0]
     after[rows, columns] = False
@@ -250,7 +250,7 @@ def _fronts(
 
 
 def autoregressive_mask(channels: int, kernel_size: tuple[int, int], mask: Mask) -> Tensor:
-    """A mask (C, C, kh, kw) of the kernel entries for which T(w) is upper triangular, ordered by pixel, then by channel."""
+    """Returns a mask (C, C, kh, kw) of the entries for which T(w) is upper triangular, ordered by pixel, then by channel."""
     down = torch.arange(kernel_size[0])[:, None] - kernel_size[0] // 2
     right = torch.arange(kernel_size[1]) - kernel_size[1] // 2
     after = (down >= 0) & (right >= 0) if mask == "quadrant" else (down > 0) | ((down == 0) & (right > 0))
@@ -260,5 +260,5 @@ def autoregressive_mask(channels: int, kernel_size: tuple[int, int], mask: Mask)
 
 
 def _triangular_log_det(diagonal: Tensor, x: Tensor) -> Tensor:
-    """log|det T(w)| for each example of x (N,), given T(w)'s diagonal at one pixel."""
+    """Returns log|det T(w)| for each example of x (N,), given T(w)'s diagonal at one pixel."""
     return (x.shape[2] * x.shape[3] * diagonal.abs().log().sum()).to(x).repeat(x.shape[0])

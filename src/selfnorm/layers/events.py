@@ -6,5 +6,5 @@ from torch import Tensor
 
 
 def sum_event(x: Tensor) -> Tensor:
-    """The sum over all dimensions but the batch: (N, …) -> (N,)."""
+    """Returns the sum over all dimensions but the batch: (N, …) -> (N,)."""
     return x.flatten(1).sum(1)

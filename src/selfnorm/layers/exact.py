@@ -28,7 +28,7 @@ class _ExactTraining(LinearMap):
         return Surrogate.exact(self._apply_for_training(x, weight), log_det)
 
     def _apply_for_training(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Wx + b. A kernel may compute it, so it need not have a second derivative."""
+        """Returns Wx + b. A kernel may compute it, so it need not have a second derivative."""
         raise NotImplementedError
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -99,7 +99,7 @@ class Conv1x1(_ExactConv):
 
 
 def _training_log_det(weight: Tensor, form: BlockForm) -> Tensor:
-    """`log_abs_det`; small blocks use a kernel instead of a library made for large ones."""
+    """Returns `log_abs_det`; small blocks use a kernel instead of a library made for large ones."""
     blocks = form.blocks(weight)
     if blocks.shape[-1] > SMALL_BLOCK or not usable(blocks):
         return log_abs_det(weight, form)

@@ -77,13 +77,13 @@ class ConvExponential(Bijection):
         expect_like(self, x, self.weight)
 
     def _kernel_for(self, x: Tensor) -> Tensor:
-        """k = w·min(1, 0.9/σ(w)) for images of x's size."""
+        """Returns k = w·min(1, 0.9/σ(w)) for images of x's size."""
         self._check_input(x)
         sigma = norm_bound(self.weight, (x.shape[2], x.shape[3]))
         return self.weight * (MAX_NORM / sigma.clamp_min(MAX_NORM))
 
     def _fused_norm_limited_weight(self, x: Tensor) -> Tensor:
-        """The same k, by Triton kernels if there are few channels."""
+        """Returns the same k, by Triton kernels if there are few channels."""
         from selfnorm.kernels.conv.norm_limit import MAX_NORM_CHANNELS, NormLimitedKernel
 
         if self.channels > MAX_NORM_CHANNELS:
@@ -107,7 +107,7 @@ class ExpConv2d(Chain):
 
 
 def norm_bound(w: Tensor, size: tuple[int, int], squarings: int = SQUARINGS) -> Tensor:
-    """σ(w) ≥ ‖T(w)‖ for a zero-padded convolution of images of the given size; differentiable, and never reads the device.
+    """Returns σ(w) ≥ ‖T(w)‖ for a zero-padded convolution of images of this size; differentiable, and never reads the device.
 
     T(w) is cut out of the circular convolution on a torus so large that nothing wraps around into the image, H + ⌊kh/2⌋ by
     W + ⌊kw/2⌋. So its norm is at most the circular one's, the largest ‖ŵ(ω)‖ of the Fourier symbols ŵ(ω), C × C. The gap closes
@@ -128,12 +128,12 @@ def norm_bound(w: Tensor, size: tuple[int, int], squarings: int = SQUARINGS) -> 
 
 
 def _torus(w: Tensor, size: tuple[int, int]) -> tuple[int, int]:
-    """The sides of the smallest torus on which nothing wraps around into an image of this size."""
+    """Returns the sides of the smallest torus on which nothing wraps around into an image of this size."""
     return max(size[0] + w.shape[2] // 2, w.shape[2]), max(size[1] + w.shape[3] // 2, w.shape[3])
 
 
 def _schatten(matrices: Tensor, squarings: int) -> Tensor:
-    """(tr (A*A)^p)^(1/2p) of each of the matrices (…, C, C), with p = 2^squarings."""
+    """Returns (tr (A*A)^p)^(1/2p) of each of the matrices (…, C, C), with p = 2^squarings."""
     power = matrices.mH @ matrices
     trace = _hermitian_trace(power)
     log_norm = trace.log()
@@ -147,12 +147,12 @@ def _schatten(matrices: Tensor, squarings: int) -> Tensor:
 
 
 def _hermitian_trace(matrices: Tensor) -> Tensor:
-    """The real traces of Hermitian matrices, clamped above 0, where a kernel of zeros has neither a logarithm nor a gradient."""
+    """Returns the traces of Hermitian matrices, clamped above 0: a kernel of zeros has neither a logarithm nor a gradient."""
     return matrices.diagonal(dim1=-2, dim2=-1).real.sum(-1).clamp_min(torch.finfo(matrices.dtype).tiny)
 
 
 def _exponential(x: Tensor, k: Tensor, terms: int) -> Tensor:
-    """Σ_{i ≤ terms} T(k)ⁱx / i!."""
+    """Returns Σ_{i ≤ terms} T(k)ⁱx / i!."""
     total = term = x
     for i in range(1, terms + 1):
         term = convolve(term, k / i, Geometry())
@@ -161,6 +161,6 @@ def _exponential(x: Tensor, k: Tensor, terms: int) -> Tensor:
 
 
 def _trace_log_det(x: Tensor, k: Tensor) -> Tensor:
-    """tr T(k) for each example of x (N,): only the kernel's centre maps a pixel to itself, and it does so at every pixel."""
+    """Returns tr T(k) for each example of x (N,): only the kernel's centre maps a pixel to itself, at every pixel."""
     centre = k[:, :, k.shape[2] // 2, k.shape[3] // 2]
     return (x.shape[2] * x.shape[3] * to_float64(centre.diagonal()).sum()).to(x).repeat(x.shape[0])

@@ -17,11 +17,11 @@ class FusableLayer(Bijection):
     """
 
     def _fused(self, x: Tensor, context: Tensor | None) -> Surrogate | None:
-        """The surrogate by kernels, or None where they do not apply. Raises ValueError for a wrong shape."""
+        """Returns the surrogate by kernels, or None where they do not apply. Raises ValueError for a wrong shape."""
         return None
 
     def _fused_inverse(self, z: Tensor, context: Tensor | None) -> Tensor | None:
-        """The inverse without its log-determinant and without gradient, or None where kernels do not apply."""
+        """Returns the inverse without its log-determinant and without gradient, or None where kernels do not apply."""
         return None
 
     @final

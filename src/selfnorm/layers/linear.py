@@ -39,11 +39,11 @@ class LinearMap(Bijection):
         self._factors = ExactFactors()
 
     def _plain(self, x: Tensor) -> Surrogate:
-        """The surrogate in plain PyTorch."""
+        """Returns the surrogate in plain PyTorch."""
         raise NotImplementedError
 
     def _fused(self, x: Tensor) -> Surrogate | None:
-        """The surrogate by kernels, or None where they do not apply."""
+        """Returns the surrogate by kernels, or None where they do not apply."""
         return None
 
     def check_shape(self, x: Tensor) -> None:
@@ -51,15 +51,15 @@ class LinearMap(Bijection):
         raise NotImplementedError
 
     def block_form(self, x: Tensor) -> BlockForm:
-        """The block form of W for examples of x's shape."""
+        """Returns the block form of W for examples of x's shape."""
         raise NotImplementedError
 
     def apply_weight(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Wx, without the bias, or the same for another weight."""
+        """Returns Wx, without the bias, or the same for another weight."""
         raise NotImplementedError
 
     def broadcast_bias(self) -> Tensor | float:
-        """The bias, shaped to be added to a batch; 0 without one."""
+        """Returns the bias, shaped to be added to a batch; 0 without one."""
         raise NotImplementedError
 
     def check_input(self, x: Tensor) -> None:
@@ -96,7 +96,7 @@ class LinearMap(Bijection):
         return x.to(z), log_det
 
     def _log_abs_det(self, x: Tensor) -> Tensor:
-        """log|det W| for each example of x: exact; W is factorised again only in a backward pass, for the gradient."""
+        """Returns log|det W| for each example of x: exact; W is factorised again only in a backward pass, for the gradient."""
         form = self.block_form(x)
         value = self._factors.log_abs_det(describe(self), self.weight, form)
         log_det = AmortisedLogDet.apply(self.weight, value, lambda weight: log_abs_det(to_float64(weight), form))
@@ -195,7 +195,7 @@ class ConvMap(LinearMap):
 
 
 def convolve_without_gradient(x: Tensor, kernel: Tensor, geometry: Geometry) -> Tensor:
-    """`convolve`, by a kernel where one fits and no gradient is needed."""
+    """Computes `convolve`, by a kernel where one fits and no gradient is needed."""
     if torch.is_grad_enabled() or not conv_kernels_fit(x, kernel, None, geometry):
         return convolve(x, kernel, geometry)
     from selfnorm.kernels.conv.convolution import conv_forward
@@ -210,7 +210,7 @@ def drop_stored_inverse(state_dict: dict[str, Any], prefix: str) -> None:
 
 
 def odd_kernel(who: str, name: str, kernel_size: int | Sequence[int]) -> tuple[int, int]:
-    """The two sides of a kernel; raises ValueError unless both are odd."""
+    """Returns the two sides of a kernel; raises ValueError unless both are odd."""
     sides = pair(who, name, kernel_size)
     if not all(side % 2 for side in sides):
         raise ValueError(f"{who}: expected odd sides for {name}, got {kernel_size}; an even kernel has no centre")

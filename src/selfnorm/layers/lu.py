@@ -62,7 +62,7 @@ class LULinear(Bijection):
 
     @in_full_precision
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """By two triangular solves, in float64."""
+        """Solves two triangular systems in float64."""
         self._check_input(z)
         packed = to_float64(self.factors)
         shifted = to_float64(z if self.bias is None else z - self.bias)
@@ -76,7 +76,7 @@ class LULinear(Bijection):
         return to_float64(self.factors.diagonal()).sum().to(x).repeat(x.shape[0])
 
     def _diagonal(self, factors: Tensor) -> Tensor:
-        """The diagonal of U (D,), in the precision of the factors."""
+        """Returns the diagonal of U (D,), in the precision of the factors."""
         return self.signs.to(factors) * factors.diagonal().exp()
 
     def _check_input(self, x: Tensor) -> None:
@@ -95,7 +95,7 @@ class LULinear(Bijection):
 
 @torch.no_grad()
 def _factorise(who: str, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The factors, permutation and signs of a weight; raises `SingularWeightError` if it has none."""
+    """Returns the factors, permutation and signs of a weight; raises `SingularWeightError` if it has none."""
     packed, pivots = ExactFactors().lu(who, weight, Dense(), keep=False)
     diagonal = packed.diagonal()
     permutation = torch.lu_unpack(packed, pivots, unpack_data=False)[0].argmax(1)

@@ -75,11 +75,11 @@ class _SelfNormalizing(StoredInverse):
         return self.symmetric
 
     def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Wx, zeros (N,) that carry the log-determinant's gradient, and ‖RWx − x‖² (N, 1)."""
+        """Returns Wx, zeros (N,) that carry the log-determinant's gradient, and ‖RWx − x‖² (N, 1)."""
         raise NotImplementedError
 
     def matrices(self) -> tuple[Tensor, Tensor] | None:
-        """W and R as matrices (groups, m, m), or None if R is a convolution of more than one tap, which no matrix inverts."""
+        """Returns W and R as matrices (groups, m, m), or None if R is a convolution of several taps, which no matrix inverts."""
         raise NotImplementedError
 
 
@@ -214,7 +214,7 @@ class _SelfNormLinear(torch.autograd.Function):
 
 
 def _times_transposed(scale: Tensor, matrix: Tensor) -> Tensor:
-    """scale·matrixᵀ, contiguous."""
+    """Returns scale·matrixᵀ, contiguous."""
     rows = matrix.shape[0]
     if matrix.device.type != "cpu" or rows > MAX_TRANSPOSED_VIEW or rows % 64 == 0:
         return transposed(matrix).mul_(scale)
@@ -257,7 +257,8 @@ class _SelfNormConv2d(torch.autograd.Function):
 
 
 def _kernel_terms(x: Tensor, grad: Tensor, inverse: Tensor, kernel: Tensor, scale: Tensor, geometry: Geometry) -> Tensor:
-    """The data term for a kernel that took x to where `grad` arrives, plus the log-determinant's, from the other kernel."""
+    """Returns a kernel's gradient: the data term, from its input x and its output's gradient, plus that of the log-determinant,
+    from the other kernel."""
     kernel_size = (kernel.shape[2], kernel.shape[3])
     counts = tap_counts(kernel_size, (x.shape[2], x.shape[3]), geometry, x.device)
     log_det_term = flip(resize_kernel(inverse, kernel_size), geometry.groups) * counts

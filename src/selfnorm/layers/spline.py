@@ -104,7 +104,7 @@ class SplineActivation(FusableLayer):
         return self.bins <= MAX_FUSED_BINS and usable(x, self.widths, self.heights, slopes)
 
     def _knots(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The knots in x and in z and the slopes there, each (*shape, bins + 1)."""
+        """Returns the knots in x and in z and the slopes there, each (*shape, bins + 1)."""
         # softplus(raw + offset) is about 1 − SPLINE_MINIMUM for a raw slope near 0
         offset = math.log(math.expm1(1 - SPLINE_MINIMUM))
         slopes = F.pad(SPLINE_MINIMUM + F.softplus(self.slopes + offset), (1, 1), value=1.0)
@@ -117,7 +117,7 @@ class SplineActivation(FusableLayer):
         return F.pad(F.pad(inner, (1, 0), value=-self.bound), (0, 1), value=self.bound)
 
     def _bin(self, value: Tensor, edges: Tensor, knots_x: Tensor, knots_z: Tensor, slopes: Tensor) -> tuple[Tensor, ...]:
-        """For each element the bin it falls into: left, bottom, width, height, slopes at both ends; each like `value`."""
+        """Returns the bin that each element falls into: left, bottom, width, height, slopes at both ends; each like `value`."""
         index = (value[..., None] >= edges[..., 1:-1]).sum(-1, keepdim=True)
         table = torch.stack(
             [knots_x[..., :-1], knots_z[..., :-1], knots_x.diff(), knots_z.diff(), slopes[..., :-1], slopes[..., 1:]]
@@ -127,6 +127,6 @@ class SplineActivation(FusableLayer):
 
 
 def _log_slope(t: Tensor, mean_slope: Tensor, slope: Tensor, next_slope: Tensor, denominator: Tensor) -> Tensor:
-    """log dz/dx at the position t in [0, 1] within a bin."""
+    """Returns log dz/dx at the position t in [0, 1] within a bin."""
     numerator = next_slope * t * t + 2 * mean_slope * t * (1 - t) + slope * (1 - t) * (1 - t)
     return 2 * mean_slope.log() + numerator.log() - 2 * denominator.log()

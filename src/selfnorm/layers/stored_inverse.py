@@ -21,11 +21,11 @@ class StoredInverse(LinearMap):
     weight_inv: Tensor
 
     def apply_inverse(self, z: Tensor) -> Tensor:
-        """Rz."""
+        """Returns Rz."""
         raise NotImplementedError
 
     def inverse_of(self, weight: Tensor) -> Tensor:
-        """The weight_inv for a weight, in the weight's precision; raises `SingularWeightError` if there is none."""
+        """Returns the weight_inv for a weight, in the weight's precision; raises `SingularWeightError` if there is none."""
         raise NotImplementedError
 
     @in_full_precision
@@ -35,7 +35,7 @@ class StoredInverse(LinearMap):
 
     @in_full_precision
     def refined_inverse(self, z: Tensor, *, context: Tensor | None = None, tolerance: float | None = None) -> Tensor:
-        """R(z − b), iterated to ‖z − f(x)‖ ≤ tolerance·‖z − b‖; exact, with a warning, if that does not converge."""
+        """Returns R(z − b), iterated to ‖z − f(x)‖ ≤ tolerance·‖z − b‖; exact, with a warning, if that does not converge."""
         self.check_input(z)
         tolerance = default_tolerance(z.dtype) if tolerance is None else tolerance
         x, residual = refine(self.apply_weight, self.apply_inverse, z - self.broadcast_bias(), tolerance)
@@ -52,7 +52,7 @@ class StoredInverse(LinearMap):
 
     @in_full_precision
     def reconstruction(self, h: Tensor) -> Tensor:
-        """‖RWh − h‖², (N,), for any h: on white noise its mean estimates ‖RW − I‖²."""
+        """Returns ‖RWh − h‖², (N,), for any h: on white noise its mean estimates ‖RW − I‖²."""
         self.check_input(h)
         return (self.apply_inverse(self.apply_weight(h)) - h).square().flatten(1).sum(1)
 

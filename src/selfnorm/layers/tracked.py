@@ -86,7 +86,7 @@ class _Tracked(StoredInverse):
         return 1.0 if self.tracker == "newton-schulz" else 0.1 * math.sqrt(self.weight_inv.shape[0])
 
     def multiply(self, columns: Tensor) -> Tensor:
-        """W times columns (m, n)."""
+        """Returns W times columns (m, n)."""
         raise NotImplementedError
 
     def multiply_rows(self, rows: Tensor) -> Tensor:
@@ -94,11 +94,11 @@ class _Tracked(StoredInverse):
         raise NotImplementedError
 
     def log_det_gradient(self, R: Tensor, scale: Tensor) -> Tensor:
-        """The weight's gradient of scale·log|det W| if R = W⁻¹: scale·Rᵀ, summed over all entries of W that a weight occupies."""
+        """Returns the weight's gradient of scale·log|det W| for R = W⁻¹: scale·Rᵀ, summed over all entries of W that share a weight."""
         raise NotImplementedError
 
     def _fused_error(self) -> tuple[Tensor, Tensor] | None:
-        """I − RW and partial sums of its squares by one kernel, or None if there is none for this layer."""
+        """Returns I − RW and partial sums of its squares by one kernel, or None if there is none for this layer."""
         raise NotImplementedError
 
     def _plain(self, x: Tensor) -> Surrogate:
@@ -151,7 +151,7 @@ class _Tracked(StoredInverse):
         torch.where(residual < self.largest_residual, updated, R, out=self.weight_inv)
 
     def error(self) -> tuple[Tensor, Tensor]:
-        """I − RW and partial sums of its squares, by kernels."""
+        """Returns I − RW and partial sums of its squares, by kernels."""
         fused = self._fused_error()
         if fused is not None:
             return fused

@@ -155,5 +155,5 @@ def invert(who: str, weight: Tensor, form: BlockForm) -> Tensor:
 
 
 def log_abs_det(weight: Tensor, form: BlockForm) -> Tensor:
-    """log|det W| in the weight's own precision: differentiable, unchecked, and without waiting for the device."""
+    """Returns log|det W| in the weight's own precision: differentiable, unchecked, and without waiting for the device."""
     return form.copies * torch.linalg.slogdet(form.blocks(weight)).logabsdet.sum()

@@ -29,7 +29,7 @@ class LearnedInverse(Protocol):
     def reconstruction(self, h: Tensor) -> Tensor: ...
 
     def matrices(self) -> tuple[Tensor, Tensor] | None:
-        """W and R as matrices (groups, m, m); None for a `LearnedKernel`."""
+        """Returns W and R as matrices (groups, m, m); None for a `LearnedKernel`."""
         ...
 
 
@@ -41,7 +41,7 @@ class LearnedKernel(LearnedInverse, Protocol):
 
 
 def is_learned_inverse(layer: Any) -> TypeGuard[LearnedInverse]:
-    """Whether a layer has what a `LearnedInverse` has."""
+    """Returns whether a layer has what a `LearnedInverse` has."""
     # Not isinstance: from Python 3.12 on, that does not see the parameters of a module.
     methods = ("check_input", "apply_weight", "apply_inverse", "inverse_of", "reconstruction", "matrices")
     return all(hasattr(layer, name) for name in ("weight", "weight_inv", "example_shape", *methods))

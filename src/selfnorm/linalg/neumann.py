@@ -35,7 +35,7 @@ class InfiniteVarianceError(ValueError):
 
 
 def draw_terms(probes: int, keep: float, generator: torch.Generator | None = None) -> list[int]:
-    """N for each probe, with P(N ≥ k) = qᵏ and q = keep, from a CPU generator, since the host launches the N products.
+    """Returns N for each probe, with P(N ≥ k) = qᵏ and q = keep, from a CPU generator, since the host launches the N products.
 
     >>> draw_terms(8, keep=0.5, generator=torch.Generator().manual_seed(0))
     [5, 1, 0, 3, 1, 2, 0, 0]
@@ -48,7 +48,7 @@ def draw_terms(probes: int, keep: float, generator: torch.Generator | None = Non
 
 @in_full_precision
 def neumann_tail(layer: LearnedInverse, probes: Tensor, *, terms: Sequence[int], keep: float) -> Tensor:
-    """A zero whose gradient for W is the mean of vuᵀ over probes, an estimate of W⁻ᵀ − Rᵀ; nothing else gets a gradient.
+    """Returns a zero whose gradient for W is the mean of vuᵀ over probes, an estimate of W⁻ᵀ − Rᵀ; nothing else gets a gradient.
 
     probes:  white noise v, a batch (P, …) of the layer's examples.
     terms:   N for each probe, from `draw_terms` with the same keep; the order does not matter.
@@ -89,7 +89,7 @@ def spectral_radius(
     iterations: int = 200,
     generator: torch.Generator | None = None,
 ) -> float:
-    """ρ(I − RW) on examples of a shape, by power iteration: the geometric mean of the growth over the later half.
+    """Returns ρ(I − RW) on examples of a shape, by power iteration: the geometric mean of the growth over the later half.
 
     A single step may grow by more or less than ρ, where the largest eigenvalues are a complex pair or the matrix is far from
     normal; the mean over n steps is right up to O(1/n), and a little high for Jordan blocks. Cost: two products per iteration
@@ -126,7 +126,7 @@ def expect_finite_variance(layer: LearnedInverse, radius: float, keep: float) ->
 
 @in_full_precision
 def _error(layer: LearnedInverse, x: Tensor) -> Tensor:
-    """Ex = x − RWx."""
+    """Returns Ex = x − RWx."""
     return x - layer.apply_inverse(layer.apply_weight(x))
 
 

@@ -62,7 +62,7 @@ def expect_tap_mean(layer: LearnedInverse) -> None:
 
 
 def _newton_schulz(layer: LearnedInverse, generator: torch.Generator | None) -> Tensor:
-    """R(2I − WR), which squares the error I − WR; R unchanged if ‖I − WR‖ ≥ 1, which this would increase. 4D³ operations."""
+    """Returns R(2I − WR), which squares the error I − WR, or R if ‖I − WR‖ ≥ 1, which this would increase. 4D³ operations."""
     W, R = _matrices(layer)
     error = -(W @ R)
     error.diagonal(dim1=-2, dim2=-1).add_(1)
@@ -72,7 +72,7 @@ def _newton_schulz(layer: LearnedInverse, generator: torch.Generator | None) -> 
 
 
 def _low_rank(layer: LearnedInverse, generator: torch.Generator | None) -> Tensor:
-    """R, corrected in the few directions in which WR − I is largest. O(D²)."""
+    """Returns R, corrected in the few directions in which WR − I is largest. O(D²)."""
     corrected = [_correct_largest(W, R, generator) for W, R in zip(*_matrices(layer), strict=True)]
     return torch.stack(corrected).reshape(layer.weight_inv.shape)
 
@@ -99,12 +99,12 @@ def _orthonormal(columns: Tensor) -> Tensor:
 
 
 def _least_squares(layer: LearnedInverse, generator: torch.Generator | None) -> Tensor:
-    """The R of its size that minimises ‖RW − I‖, for k×k kernels away from the border; else W⁻¹. A factorisation."""
+    """Returns the R of its size that minimises ‖RW − I‖, for k×k kernels away from the border; else W⁻¹. A factorisation."""
     return layer.inverse_of(to_float64(layer.weight))
 
 
 def _tap_mean(layer: LearnedInverse, generator: torch.Generator | None) -> Tensor:
-    """For a k×k kernel r, each tap is the mean of T(w)⁻¹'s entries where T(r) holds it; else W⁻¹. A factorisation of T(w).
+    """Returns a k×k kernel r whose taps are the means of T(w)⁻¹'s entries where T(r) holds them; else W⁻¹. Factorises T(w).
 
     The gradient that T(r)ᵀ gives w is then that of T(w)⁻ᵀ, border included: the exact gradient of the log-determinant. This
     does not make r a better inverse.

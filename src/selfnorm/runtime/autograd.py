@@ -13,7 +13,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def in_full_precision(method: Method) -> Method:
-    """The method of a layer with autocast switched off: half precision is too coarse for determinants and reconstructions.
+    """Decorator that runs a layer's method with autocast disabled: half precision is too coarse for determinants.
 
     Under autocast the input is converted to the dtype of the layer's parameters first.
     """
@@ -29,7 +29,7 @@ def in_full_precision(method: Method) -> Method:
 
 
 def backward_in_full_precision(backward: Method) -> Method:
-    """The backward pass of an autograd function with autocast switched off, in case a loss is differentiated inside autocast."""
+    """Decorator that runs a backward pass with autocast disabled, in case a loss is differentiated inside autocast."""
 
     @wraps(backward)
     def run(ctx: Any, *gradients: Tensor) -> Any:

@@ -20,7 +20,7 @@ class Describable(Protocol):
 
 
 def describe(layer: Describable) -> str:
-    """The layer on one line, such as `SelfNormLinear(784, bias=True)`."""
+    """Returns the layer on one line, such as `SelfNormLinear(784, bias=True)`."""
     return f"{type(layer).__name__}({layer.extra_repr()})"
 
 

@@ -60,11 +60,11 @@ class FactoredGradient(Protocol):
     def factors(self) -> tuple[Tensor, ...]: ...
 
     def multiplied(self) -> list[Tensor]:
-        """The gradient of each parameter, at the weights as they are now."""
+        """Returns the gradient of each parameter, at the weights as they are now."""
         ...
 
     def update_by_kernel(self, moments: Sequence[Moments], adam: AdamArguments) -> None:
-        """One step of Adam for the parameters, in place, by one kernel that multiplies the factors itself."""
+        """Takes one step of Adam for the parameters, in place, by one kernel that multiplies the factors itself."""
         ...
 
 

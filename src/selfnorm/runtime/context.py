@@ -64,12 +64,12 @@ class StepContext:
             self.branches.join()
 
     def collector_for(self, *weights: Tensor) -> GradientCollector | None:
-        """The collector for a layer's gradients for these weights; None if the layer returns them to autograd."""
+        """Returns the collector for a layer's gradients for these weights; None if the layer returns them to autograd."""
         trained = all(isinstance(weight, nn.Parameter) and weight.requires_grad for weight in weights)
         return self.collector if trained else None
 
     def surrogate_of(self, layer: Any, x: Tensor, context: Tensor | None) -> Any:
-        """`layer.surrogate(x, context=context)`, through the observer if there is one."""
+        """Returns `layer.surrogate(x, context=context)`, through the observer if there is one."""
         if self.observer is None:
             return layer.surrogate(x, context=context)
         return self.observer(layer, x, context)
@@ -83,7 +83,7 @@ _PROCESS_FIELDS = {"precision", "kernel_devices"}
 
 
 def current_step() -> StepContext:
-    """The step that is running on this thread, or the defaults outside of one."""
+    """Returns the step that is running on this thread, or the defaults outside of one."""
     return getattr(_thread, "context", None) or _process
 
 

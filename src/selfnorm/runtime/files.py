@@ -40,7 +40,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_file(path: Path) -> Iterator[BinaryIO]:
-    """Like `replacing`, but yields the temporary file, opened for writing bytes."""
+    """Context manager like `replacing` that yields the temporary file, opened for writing bytes."""
     with replacing(path) as temporary, temporary.open("xb") as file:
         yield file
 

@@ -49,7 +49,7 @@ def precision(value: Precision) -> Iterator[None]:
 
 
 def networks_in_bf16() -> bool:
-    """Whether coupling networks work in bfloat16."""
+    """Returns whether coupling networks work in bfloat16."""
     return current_step().precision == "bf16"
 
 

@@ -21,7 +21,7 @@ class HostGenerators:
         self._step, self._uses = step, 0
 
     def derive(self, generator: torch.Generator | None) -> torch.Generator | None:
-        """A new CPU generator; None, for torch's own, if no generator was given."""
+        """Returns a new CPU generator, or None, which means torch's default one, if no generator was given."""
         if generator is None:
             return None
         self._uses += 1

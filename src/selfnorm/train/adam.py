@@ -45,13 +45,13 @@ class UpdateFlags(NamedTuple):
 
 
 def make_adam(loss: Loss) -> torch.optim.Adam:
-    """The paper's Adam, β = (0.9, 0.999), in torch's fused form; the learning rate is set at each step."""
+    """Returns the paper's Adam, β = (0.9, 0.999), in torch's fused form; the learning rate is set at each step."""
     capturable = next(loss.parameters()).is_cuda
     return torch.optim.Adam(loss.parameters(), lr=0.0, betas=BETAS, eps=EPS, fused=True, capturable=capturable)
 
 
 def moments_of(optimizer: torch.optim.Adam, parameter: Tensor) -> Moments:
-    """A parameter's moments and count of steps, made as Adam itself makes them if there are none yet."""
+    """Returns a parameter's moments and count of steps, made as Adam itself makes them if there are none yet."""
     state: dict[str, Tensor] = optimizer.state[parameter]
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -60,12 +60,12 @@ def moments_of(optimizer: torch.optim.Adam, parameter: Tensor) -> Moments:
 
 
 def steps_taken(optimizer: torch.optim.Adam) -> int:
-    """The number of updates that changed the weights, by Adam's own count."""
+    """Returns the number of updates that changed the weights, by Adam's own count."""
     return max((int(state["step"]) for state in optimizer.state.values()), default=0)
 
 
 def share_step_count(optimizer: torch.optim.Adam, parameters: Sequence[Tensor]) -> Tensor:
-    """One tensor that counts the steps of all parameters, since all of them take every step."""
+    """Returns one tensor that counts the steps of all parameters, since all of them take every step."""
     shared = torch.stack([moments_of(optimizer, parameter).step for parameter in parameters]).amax()
     for parameter in parameters:
         optimizer.state[parameter]["step"] = shared
@@ -73,7 +73,7 @@ def share_step_count(optimizer: torch.optim.Adam, parameters: Sequence[Tensor]) 
 
 
 def update_eagerly(optimizer: torch.optim.Adam, rate: float, failed: Tensor) -> None:
-    """One step of torch's own fused Adam; it changes nothing if `failed` is 1."""
+    """Takes one step of torch's own fused Adam; it changes nothing if `failed` is 1."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     # The switch of torch's gradient scaling: a fused step with found_inf = 1 leaves weights and moments as they are.
@@ -82,7 +82,7 @@ def update_eagerly(optimizer: torch.optim.Adam, rate: float, failed: Tensor) -> 
 
 
 def metrics_unless_frozen(loss: Loss, metrics: Metrics, frozen: Tensor) -> Metrics:
-    """The metrics for `loss.after_step`: their errors are NaN if the step changed no weight, so that multipliers do not move."""
+    """Returns the metrics for `loss.after_step`, with NaN for errors if the step changed no weight: multipliers then stay."""
     if type(loss.penalty) is Fixed:  # it has no multipliers
         return metrics
     return metrics._replace(reconstruction=torch.where(frozen > 0, torch.nan, metrics.reconstruction))
@@ -90,7 +90,7 @@ def metrics_unless_frozen(loss: Loss, metrics: Metrics, frozen: Tensor) -> Metri
 
 @torch.no_grad()
 def update_from_factors(gradient: FactoredGradient, moments: Sequence[Moments], adam: AdamArguments) -> None:
-    """One step for the parameters of a factored gradient, in place: by one kernel if it fits, else in plain PyTorch."""
+    """Takes one step for the parameters of a factored gradient, in place: by one kernel if it fits, else in plain PyTorch."""
     matrices = [*gradient.parameters, *itertools.chain(*moments)]
     contiguous = all(matrix.is_contiguous() for matrix in matrices)
     if contiguous and usable(*matrices, *gradient.factors, adam.rate, adam.frozen, adam.late_failure):
@@ -102,7 +102,7 @@ def update_from_factors(gradient: FactoredGradient, moments: Sequence[Moments], 
 
 @torch.no_grad()
 def _update_plainly(parameter: nn.Parameter, gradient: Tensor, moments: Moments, adam: AdamArguments) -> None:
-    """The kernels' update in plain PyTorch: the reference, used where the kernels do not fit."""
+    """Computes the kernels' update in plain PyTorch: the reference, used where the kernels do not fit."""
     average, square, step = moments
     squared = gradient.square()
     fine = squared + (parameter - parameter) < torch.inf  # false for NaN, too
@@ -139,7 +139,7 @@ class GuardedAdam:
         self.flags.failed.zero_()
 
     def gradients(self) -> list[Tensor]:
-        """The gradients that autograd has left in `.grad`."""
+        """Returns the gradients that autograd has left in `.grad`."""
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def raise_lost(self, residuals: Tensor, limits: Tensor) -> None:
@@ -153,7 +153,7 @@ class GuardedAdam:
             self.flags.lost.copy_(torch.maximum(self.flags.lost, 1 - within))
 
     def can_check_by_kernel(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether `begin` can check these gradients itself, without another launch."""
+        """Returns whether `begin` can check these gradients itself, without another launch."""
         if self.clip is not None or not usable(self.flags.failed, *gradients):
             return False
         from selfnorm.kernels.dense.adam import few_and_small
@@ -190,7 +190,7 @@ class GuardedAdam:
             step.add_(1 - frozen)
 
     def update(self, rate: Tensor, factored: Sequence[FactoredGradient], branches: Branches | None) -> None:
-        """One update of all parameters: those of factored gradients on branches, the others by torch's fused Adam."""
+        """Updates all parameters once: those of factored gradients on branches, the others by torch's fused Adam."""
         arguments = AdamArguments(rate, self.flags.frozen, self.flags.late_failure, BETAS, EPS)
         with branching(branches) as step:
             for gradient in factored:
@@ -200,7 +200,7 @@ class GuardedAdam:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _update_others(self, rate: Tensor) -> None:
-        """The optimiser's own step for all parameters with a gradient, without counting it."""
+        """Takes the optimiser's own step for all parameters with a gradient, without counting it."""
         updated = [(parameter, parameter.grad, *self._moments(parameter)) for parameter in self.parameters]
         updated = [each for each in updated if each[1] is not None]
         if not updated:

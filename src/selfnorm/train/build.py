@@ -15,7 +15,7 @@ from selfnorm.train.recipe import Recipe
 
 
 def build_flow(recipe: Recipe, shape: tuple[int, ...], levels: int | None) -> Flow:
-    """The recipe's flow for examples of a shape, in float32, initialised from its seed. torch's random state stays unchanged."""
+    """Returns the recipe's flow for examples of a shape, in float32, initialised from its seed. Keeps torch's random state."""
     chosen = recipe.architecture
     with torch.random.fork_rng(devices=[]), _single_precision():
         torch.manual_seed(recipe.optimiser.seed)
@@ -55,7 +55,7 @@ def build_flow(recipe: Recipe, shape: tuple[int, ...], levels: int | None) -> Fl
 
 
 def build_loss(recipe: Recipe, flow: Flow) -> Loss:
-    """The recipe's objective for a flow."""
+    """Returns the recipe's objective for a flow."""
     chosen = recipe.objective
     penalty: Penalty
     if chosen.penalty == "geco":

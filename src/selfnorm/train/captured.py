@@ -34,7 +34,7 @@ MAX_MODULES_PER_GRAPH = 2000
 
 
 def can_be_captured(loss: Loss, batches: TrainingBatches) -> bool:
-    """Whether the steps can run as graphs: on a GPU, in float32, and without anything that the host has to decide."""
+    """Returns whether the steps can run as graphs: on a GPU, in float32, and without anything that the host has to decide."""
     single = all(parameter.dtype == torch.float32 for parameter in loss.parameters())
     return batches.examples.device.type == "cuda" and single and loss.polish is None and not loss.debias
 
@@ -105,7 +105,7 @@ class CapturedStep:
         self._adam.clear_lost()
 
     def seconds_for_batch(self, rounds: int = 5) -> float:
-        """One step's share of the time to make a block of batches: the median of a few."""
+        """Returns one step's share of the time to make a block of batches: the median of a few."""
         times = []
         for number in range(rounds):
             synchronize(self._index.device)
@@ -183,7 +183,7 @@ class CapturedStep:
 
 
 def _shared_residuals(trackers: Sequence[InverseTracker], like: Tensor) -> Tensor:
-    """One tensor that holds the residuals of all trackers, to be checked at once."""
+    """Returns one tensor that holds the residuals of all trackers, to be checked at once."""
     residuals = torch.zeros_like(like)
     for tracker, entry in zip(trackers, residuals, strict=True):
         tracker.write_residual_to(entry)
@@ -191,7 +191,7 @@ def _shared_residuals(trackers: Sequence[InverseTracker], like: Tensor) -> Tenso
 
 
 def _steps_per_graph(block: int, modules: int) -> int:
-    """The most steps that divide a block and make a graph of moderate size."""
+    """Returns the most steps that divide a block and make a graph of moderate size."""
     return max(n for n in range(1, block + 1) if block % n == 0 and (n == 1 or n * modules <= MAX_MODULES_PER_GRAPH))
 
 

@@ -35,7 +35,7 @@ def diagnosis(loss: Loss, batches: TrainingBatches, epoch: int, index: int) -> s
 
 
 def advice(loss: Loss, rollbacks: int) -> str:
-    """Advice after a divergence and this many rollbacks."""
+    """Returns advice after a divergence and this many rollbacks."""
     weights = sorted(set(loss.penalty.reconstruction_weight.tolist()))
     if not weights:
         return "Try a gradient clip or a smaller learning_rate; no layer learns its inverse, so a rollback has no λ to raise"

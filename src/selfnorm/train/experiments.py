@@ -135,7 +135,7 @@ TWINS = ("selfnorm", "tracked", "sketch", "relative", "lu")  # kinds with the sa
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe of that name. Raises ValueError, which lists all names, for any other."""
+    """Returns the recipe of that name. Raises ValueError, which lists all names, for any other."""
     if name not in RECIPES:
         close = difflib.get_close_matches(name, RECIPES, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
@@ -144,7 +144,7 @@ def find_recipe(name: str) -> Recipe:
 
 
 def recipe_for(data: str, shape: tuple[int, ...], examples: int, max_steps: int = 5000, batch_size: int = 100) -> Recipe:
-    """A recipe for your own data, chosen by its shape: Glow for images that can be halved twice, else a deep spline flow.
+    """Returns a recipe for your own data, chosen by its shape: Glow for images that can be halved twice, else a deep spline flow.
 
     It stops early, and is meant to be fast enough for a CPU rather than to reach the best likelihood.
 

@@ -120,7 +120,7 @@ class Trainer:
         return self.best()
 
     def advance(self, stop: StopRequests) -> Iterator[None]:
-        """The same as `run`, yielding after each call of the step, so that several runs can take turns."""
+        """Does the same as `run`, but yields after each call of the step, so that several runs can take turns."""
         self._clock = time.monotonic()
         try:
             try:
@@ -139,7 +139,7 @@ class Trainer:
                 self.folder.close_log()
 
     def best(self) -> Checkpoint:
-        """The checkpoint of the best validation so far, or of the start before the first one."""
+        """Returns the checkpoint of the best validation so far, or of the start before the first one."""
         if self._best is None:
             assert self.folder is not None
             self._best = self._best_on_disk = read_checkpoint(self.folder.best)
@@ -256,7 +256,7 @@ class Trainer:
         return likelihood(flow, examples, batch_size=size, seed=seed, watch=stop.check)
 
     def _overfits(self, stop: StopRequests) -> bool:
-        """Whether training examples became more likely since the best: then the run overfits and did not diverge."""
+        """Returns whether training examples became more likely since the best: then the run overfits and did not diverge."""
         some = Examples(self.dataset.train[: len(self.validation)], self.dataset.levels, self.device)
         then = self._likelihood(self.best().flow().to(self.device), some, stop)
         return self._likelihood(self.flow, some, stop).nll < then.nll
@@ -317,7 +317,7 @@ class Trainer:
         self.report(record)
 
     def profile(self) -> list[Piece]:
-        """Where a step's time goes, at the present weights; measured on a copy, so that the run is unchanged."""
+        """Returns where a step's time goes, at the present weights; measured on a copy, so that the run is unchanged."""
         with cpu_threads(self.recipe.optimiser.threads), precision(self.recipe.optimiser.precision):
             loss = copy.deepcopy(self.loss)
             return profile(self._make_step(loss, make_adam(loss)))

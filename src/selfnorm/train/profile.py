@@ -57,7 +57,7 @@ class Marks:
         self.labels, self._times = [], []
 
     def seconds(self) -> list[float]:
-        """From each mark to the next."""
+        """Returns the seconds from each mark to the next."""
         pairs = zip(self._times, self._times[1:], strict=False)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -110,13 +110,13 @@ def _is_container(layer: Bijection) -> bool:
 
 
 def _is_part(layer: Bijection, flow: Flow) -> bool:
-    """Whether the layer belongs to another layer that is not just a container."""
+    """Returns whether the layer belongs to another layer that is not just a container."""
     others = (other for other in flow.bijection.modules() if isinstance(other, Bijection) and other is not layer)
     return any(any(part is layer for part in other.modules()) for other in others if not _is_container(other))
 
 
 def profile(step: EagerStep | CapturedStep, *, rounds: int = ROUNDS) -> list[Piece]:
-    """The pieces of a training step, medians over rounds, in the order in which they begin.
+    """Returns the pieces of a training step, medians over rounds, in the order in which they begin.
 
     It takes steps with a learning rate of 0. Use a copy of the step that trains: moments, trackers and multipliers move.
     """

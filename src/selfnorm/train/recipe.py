@@ -153,15 +153,15 @@ class Recipe:
                 raise ValueError(f"expected architecture.kind to be one of {known} for the model {model}, got {kind!r}")
 
     def by_path(self) -> dict[str, Any]:
-        """Every setting by its path, such as "optimiser.epochs"; name and paper by these names."""
+        """Returns every setting by its path, such as "optimiser.epochs"; name and paper by these names."""
         return {path: self._value(path) for path in TYPES}
 
     def flat(self) -> dict[str, Any]:
-        """Every setting by its flat key, in one mapping without groups."""
+        """Returns every setting by its flat key, in one mapping without groups."""
         return {key: self._value(path) for key, path in FLAT_KEYS.items()}
 
     def changed(self, *, name: str | None = None, **settings: Any) -> Recipe:
-        """A copy with other values for some settings, each given by its flat key, its own name or its path.
+        """Returns a copy with other values for some settings, each given by its flat key, its own name or its path.
 
         Paths are passed as in `recipe.changed(**{"optimiser.epochs": 3})`. Raises ValueError for a key that does not exist.
         """
@@ -174,12 +174,12 @@ class Recipe:
         return replace(self, **own, **{group: replace(getattr(self, group), **values) for group, values in groups.items()})
 
     def differences(self, other: Recipe) -> list[str]:
-        """The paths of the settings in which two recipes differ."""
+        """Returns the paths of the settings in which two recipes differ."""
         theirs = other.by_path()
         return [path for path, value in self.by_path().items() if value != theirs[path]]
 
     def without_effect(self) -> list[str]:
-        """The settings that only act on learned inverses, if they are set but no layer learns its inverse."""
+        """Returns the settings that only act on learned inverses, if they are set but no layer learns its inverse."""
         settings = ("probes", "symmetric", "polish", "debias")
         learned = self.architecture.kind == "selfnorm"
         return [] if learned else [name for name in settings if getattr(self.objective, name)]
@@ -190,7 +190,7 @@ class Recipe:
 
 
 def path_of(key: str) -> str:
-    """The path of a setting, given its flat key, name or path. Raises ValueError, listing all paths, for any other key."""
+    """Returns the path of a setting, given its flat key, name or path. Raises ValueError, listing all paths, for other keys."""
     if key not in _PATHS:
         name = key.rpartition(".")[2]  # right but for its group, as in objective.weight, or misspelt
         close = [_PATHS[name]] if name in _PATHS else difflib.get_close_matches(key, _PATHS, n=1)

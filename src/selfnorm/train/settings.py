@@ -14,7 +14,7 @@ from selfnorm.train.recipe import FLAT_KEYS, TYPES, Recipe, path_of
 
 
 def override(recipe: Recipe, settings: Iterable[str]) -> Recipe:
-    """The recipe changed by settings such as "epochs=3" or "optimiser.epochs=3".
+    """Returns the recipe changed by settings such as "epochs=3" or "optimiser.epochs=3".
 
     Raises ValueError for unknown keys, which lists the known ones, and for values of the wrong type or out of range.
     """
@@ -31,7 +31,7 @@ def override(recipe: Recipe, settings: Iterable[str]) -> Recipe:
 
 
 def from_mapping(values: Mapping[str, Any], where: str) -> Recipe:
-    """The recipe that a file holds: groups of settings, or flat keys as in files of earlier versions.
+    """Returns the recipe that a file holds: groups of settings, or flat keys as in files of earlier versions.
 
     Raises ValueError that begins with `where` for unknown keys and for values of the wrong type or out of range.
     """
@@ -56,7 +56,7 @@ def from_mapping(values: Mapping[str, Any], where: str) -> Recipe:
 
 
 def to_toml(recipe: Recipe) -> str:
-    """The recipe as TOML, with a table for each group; a setting that is None becomes a comment, as TOML has no null."""
+    """Returns the recipe as TOML, with a table for each group; a setting that is None becomes a comment, as TOML has no null."""
     lines: list[str] = []
     table = ""
     for path, value in recipe.by_path().items():
@@ -69,7 +69,7 @@ def to_toml(recipe: Recipe) -> str:
 
 
 def from_toml(text: str, where: str) -> Recipe:
-    """The recipe that TOML text holds; see `from_mapping`."""
+    """Returns the recipe that TOML text holds; see `from_mapping`."""
     try:
         return from_mapping(tomllib.loads(text), where)
     except tomllib.TOMLDecodeError as error:

@@ -33,7 +33,7 @@ class Step(Protocol):
     losses: Tensor
 
     def steps_per_call(self, index: int) -> int:
-        """The number of steps that a call at this step of an epoch takes."""
+        """Returns the number of steps that a call at this step of an epoch takes."""
         ...
 
     def __call__(self, epoch: int, index: int, *rates: float) -> Metrics:
@@ -93,7 +93,7 @@ class EagerStep:
 
 
 def learning_rate_at(step: int, steps_per_epoch: int, epochs: int, peak: float, warmup_epochs: float, decay: float) -> float:
-    """The learning rate of a step: linear from 0 over the warm-up, then the peak, then linear to 0 over the last part `decay`."""
+    """Returns a step's learning rate: linear from 0 in the warm-up, then the peak, then linear to 0 in the last fraction `decay`."""
     total = steps_per_epoch * epochs
     warmup = warmup_epochs * steps_per_epoch
     rising = (step + 1) / warmup if warmup else 1.0

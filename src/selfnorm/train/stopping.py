@@ -56,6 +56,6 @@ class StopRequests:
         self._restore()
 
     def check(self) -> None:
-        """Raise `StoppedError` if a signal has arrived."""
+        """Raises `StoppedError` if a signal has arrived."""
         if self._requested is not None:
             raise StoppedError(self._requested)
