@@ -169,7 +169,7 @@ def test_context_is_keyword_only():
 
 
 def test_flatten_says_what_to_do_when_it_knows_no_shape():
-    with pytest.raises(ValueError, match=r"Flatten\(\): expected to know the shape to go back to, got none: build it as Flatten"):
+    with pytest.raises(ValueError, match=r"Flatten\(\): expected a known input shape, got none; build it as Flatten"):
         Flatten().inverse(torch.randn(2, 6))
 
 

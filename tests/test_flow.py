@@ -214,7 +214,7 @@ def test_a_base_of_the_users_own_is_a_part_of_the_flow():
 
 def test_the_default_base_learns_its_shape_from_data():
     flow = Flow(SelfNormConv2d(2, 3))
-    with pytest.raises(ValueError, match="StandardNormal: expected to know the latent's shape"):
+    with pytest.raises(ValueError, match="StandardNormal: expected a known latent shape"):
         flow.sample(2)
     flow.log_prob(torch.randn(3, 2, 4, 5))
     assert flow.sample(2).shape == (2, 2, 4, 5)

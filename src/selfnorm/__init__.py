@@ -61,15 +61,15 @@ __all__ = [
     "load",
 ]
 
-# scikit-learn and safetensors take as long to import as all the rest: they wait for the first use of what needs them.
-_LATER = {"SelfNormDensity": "selfnorm.estimator", "load": "selfnorm.train.checkpoint"}
+# Imported on first use: scikit-learn and safetensors take as long to import as everything else together.
+_LAZY = {"SelfNormDensity": "selfnorm.estimator", "load": "selfnorm.train.checkpoint"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LATER[name]), name)
+    return getattr(import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *_LAZY})

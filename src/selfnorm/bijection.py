@@ -81,8 +81,8 @@ class Bijection(nn.Module):
         initialize(x)       data-dependent initialisation; called once, before the first step
         after_step()        called by the training loop after each optimiser step; random numbers come from the generator that
                             it is given (set `draws_after_step` if it draws any)
-        reconstruction_names  if the surrogate has columns of reconstruction errors; `Loss` then expects what
-                            `linalg.learned.LearnedInverse` lists. Set `surrogate_is_exact` to False as well.
+        reconstruction_names  define it if the surrogate returns reconstruction errors; `Loss` then needs the attributes of
+                            `linalg.learned.LearnedInverse`. Also set `surrogate_is_exact = False`.
         inverse_tracker     return the layer itself if `after_step` updates a stored inverse
 
     Layers inside a layer are called as `layer(x)`, so that hooks see them.
@@ -92,7 +92,7 @@ class Bijection(nn.Module):
     to the registry in `tests/support/registry.py`, and it is tested like every other.
     """
 
-    # Whether this layer's surrogate is its exact pair. If that holds for all layers, the training loss is a likelihood.
+    # Whether `surrogate` returns the exact z and log_det. If that holds for all layers, the training loss is a likelihood.
     surrogate_is_exact = True
     # Whether `after_step` draws random numbers.
     draws_after_step = False
@@ -116,7 +116,7 @@ class Bijection(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define inverse(z, *, context=None) -> x, log_det")
 
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
-        """Maps x → `Surrogate`; a layer with a cheap determinant gives its exact pair and nothing to reconstruct."""
+        """Maps x → `Surrogate`; by default the exact z and log_det, and nothing to reconstruct."""
         z, log_det = self.forward(x, context=context)
         return Surrogate.exact(z, log_det)
 

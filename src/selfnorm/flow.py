@@ -17,7 +17,7 @@ Inverse = Literal["learned", "exact", "refined"]
 
 
 class StandardNormal(nn.Module):
-    """N(0, I) over examples of a shape; without one, over the shape of the last latent that it scored."""
+    """Standard normal N(0, I) over latents of a shape; if that is None, over the shape of the last latent scored."""
 
     _like: Tensor
 
@@ -48,7 +48,7 @@ class StandardNormal(nn.Module):
         """Returns n draws, (n, *shape), on this module's device and in its dtype."""
         if self._seen is None:
             raise ValueError(
-                "StandardNormal: expected to know the latent's shape, got none: build the flow with base=StandardNormal(shape), "
+                "StandardNormal: expected a known latent shape, got none; build the flow with base=StandardNormal(shape), "
                 "or score a batch of data once"
             )
         return torch.randn(n, *self._seen, generator=generator, device=self._like.device, dtype=self._like.dtype)
@@ -181,7 +181,7 @@ class Flow(nn.Module):
         self.bijection.initialize(x, context=context)
 
     def after_step(self, *, generator: torch.Generator | None = None) -> None:
-        """Runs the layers' hooks; call it after each optimiser step. Layers that draw numbers use `generator`, on the flow's device."""
+        """Runs the layers' hooks; call it after each optimiser step. `generator` is for layers that draw random numbers."""
         self.bijection.after_step(generator=generator)
 
     def _layers(self) -> dict[str, Bijection]:

@@ -67,7 +67,7 @@ def fc_flow(
     rotate: bool = False,
     standardize: bool = False,
 ) -> Flow:
-    """Returns a flow of linear layers with activations between them, on the flattened example; the paper's has 2 of 784.
+    """Returns a flow of linear layers with activations between them, on the flattened example. The paper uses 2 layers.
 
     shape:        the shape of one example, such as 784 or (1, 28, 28); samples have it, too.
     layers:       the number of linear layers.
@@ -134,16 +134,18 @@ def glow(
     *,
     standardize: bool = False,
 ) -> Flow:
-    """Returns a Glow (Kingma & Dhariwal, 2018): blocks separated by splits, each a squeeze and steps_per_block times ActNorm,
-    mixing convolution and affine coupling.
+    """Returns a Glow (Kingma & Dhariwal, 2018).
+
+    Each block is a squeeze and `steps_per_block` steps of ActNorm, mixing convolution and affine coupling; splits separate the
+    blocks.
 
     shape:                (C, H, W); H and W must be divisible by 2 once for each block.
     hidden:               width of the coupling networks.
     mix:                  the kind of mixing convolution: selfnorm, exact or tracked, with mix_kernel_size.
     levels, standardize:  as in `fc_flow`.
 
-    The paper's blocks × steps_per_block: MNIST 2 × 16, CIFAR-10 3 × 32, ImageNet32 3 × 48. `steps` is an old name of
-    steps_per_block. Call `flow.initialize(x)` with a first batch before training. The latent is flat.
+    The paper's blocks × steps_per_block: MNIST 2 × 16, CIFAR-10 3 × 32, ImageNet32 3 × 48. `steps` is an alias of
+    `steps_per_block`. Call `flow.initialize(x)` with a first batch before training. The latent is flat.
     """
     make = _choose_kind("glow", "mix", MIX, mix)
     positive_int("glow", "steps_per_block", steps_per_block)

@@ -74,10 +74,8 @@ class Loss(nn.Module):
         self.penalty.attach(len(flow.reconstruction_names))
         self.probes = positive_int("Loss", "probes", probes) if probes else 0
         self.polish, self.polish_every = polish, positive_int("Loss", "polish_every", polish_every)
-        self.debias, self.debias_keep = (
-            positive_int("Loss", "debias", debias) if debias else 0,
-            expect_probability("Loss", debias_keep),
-        )
+        self.debias = positive_int("Loss", "debias", debias) if debias else 0
+        self.debias_keep = expect_probability("Loss", debias_keep)
         self.symmetric = symmetric
         for name, layer in zip(flow.reconstruction_names, self._layers(), strict=True):
             if not (is_learned_inverse(layer) if probes or debias or polish else hasattr(layer, "example_shape")):
@@ -145,7 +143,7 @@ class Loss(nn.Module):
         return bool(self.probes or self.debias) or self.polish == "low-rank" or self.flow.draws_after_step
 
     def after_step(self, metrics: Metrics, *, generator: torch.Generator | None = None) -> None:
-        """Updates multipliers, trackers and polish; call it after each optimiser step. Trackers and checks wait for the device."""
+        """Updates multipliers, trackers and polish; call it after each optimiser step. Trackers wait for the device."""
         self.penalty.after_step(metrics.reconstruction)
         self.flow.after_step(generator=generator)
         if not self._counts:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from selfnorm.bench import peers, scaling, steps, training
+from selfnorm.bench import peers, scaling, steps, training, workloads
 from selfnorm.bench.floor import Ceilings, count_step
 from selfnorm.bench.peers import FC, peers_table
 from selfnorm.bench.scaling import scaling_table
@@ -215,3 +215,9 @@ def test_a_flow_that_cannot_sample_keeps_its_step(monkeypatch):
     row = dict(zip(STEP_COLUMNS, table.rows[0], strict=True))
     assert row["model"] == "digits-fc-snf" and row["ms a step"] > 0 and row["ms a sample"] is None
     assert "no sample" in table.failures[0]
+
+
+def test_a_recipe_on_data_of_unknown_shape_breaks_no_other(monkeypatch):
+    monkeypatch.setitem(workloads.RECIPES, "own-fc", workloads.RECIPES["digits-fc-snf"].changed(name="own-fc", source="own.csv"))
+    known = workloads.known_models()
+    assert "own-fc" not in known and "digits-fc-snf" in known

@@ -80,7 +80,7 @@ def test_every_verb_explains_itself_by_examples(verb):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("steps", "--models", "nonsense"), "--models: got 'nonsense', expected a recipe, as `selfnorm recipes` lists"),
+        (("steps", "--models", "nonsense"), "expected a recipe, as `selfnorm recipes` lists them"),
         (("steps", "--models", "mnist-fc-snff"), "did you mean mnist-fc-snf?"),
         (("steps", "--device", "nonsense"), "--device"),
         (("steps", "--seconds", "0"), "--seconds: expected a time above 0"),

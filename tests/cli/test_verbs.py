@@ -186,7 +186,7 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, number, code):
 
 
 def test_samples_as_pictures(digits_run, tmp_path):
-    assert "5 samples by the learned inverse" in ok("sample", digits_run[0], "-n", 5, "-o", tmp_path / "a.png")
+    assert "wrote 5 samples (learned inverse) to" in ok("sample", digits_run[0], "-n", 5, "-o", tmp_path / "a.png")
     with Image.open(tmp_path / "a.png") as image:
         assert min(image.size) >= 8
 
@@ -283,7 +283,7 @@ def test_scores_are_log_prob_with_rank_and_percentile(table_run, tmp_path):
         training = selfnorm.load(folder).log_prob(load_dataset(str(table_run[1])).train).double().numpy()
     by_hand = [100 * (training < score).mean() for score in scores]
     assert np.abs(by_hand - np.array([float(row["percentile"]) for row in rows])).max() <= 100 / 160 + 1e-9  # a tie at most
-    assert "40 rows in" in ok("score", folder, file, "-o", tmp_path / "scores.csv")
+    assert "wrote 40 rows to" in ok("score", folder, file, "-o", tmp_path / "scores.csv")
     assert (tmp_path / "scores.csv").read_text() == text
     assert [json.loads(line)["log_likelihood"] for line in ok("score", folder, file, "--json").splitlines()] == scores.tolist()
 
@@ -336,4 +336,4 @@ def test_doctor_repairs_into_a_new_checkpoint(digits_run):
 
 def test_doctor_on_a_flow_without_learned_inverses(tmp_path):
     ok("train", "digits-fc-exact", "--set", "epochs=1", "--set", "test_samples=1", "--run", tmp_path / "run", "-q")
-    assert "No layer keeps an inverse" in ok("doctor", tmp_path / "run")
+    assert "No layer stores an inverse" in ok("doctor", tmp_path / "run")

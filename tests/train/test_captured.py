@@ -203,7 +203,7 @@ def test_nothing_moves_once_a_tracker_is_lost_until_it_is_recomputed(device, mon
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         layer.recompute_if_lost()
-    step.clear_lost()
+    step.unfreeze()
     step(0, 4, 1e-3)
     assert steps_taken(step.optimizer) == 5
     assert not step.lost
@@ -413,7 +413,7 @@ def test_a_step_that_changes_nothing_moves_no_multiplier(device, penalty):
     for index in (1, 2):
         step(0, index, 1e-3)
     assert all(torch.equal(value, before[name]) for name, value in step.loss.penalty.state_dict().items())
-    step.clear_lost()
+    step.unfreeze()
     step(0, 1, 1e-3)
     assert not torch.equal(step.loss.penalty.reconstruction_weight, before["reconstruction_weight"])
 

@@ -26,7 +26,6 @@ from selfnorm.bench.table import (
     LineCallback,
     Note,
     blocks_of,
-    machine_of,
     measuring,
     milliseconds,
     significant,
@@ -36,6 +35,7 @@ from selfnorm.bench.table import (
 from selfnorm.bench.timing import Effort, Failure, Timing, Work, measure, reason_for
 from selfnorm.bench.training import FAILED_STEP, TrainingStep, training_step
 from selfnorm.bench.workloads import MODELS, Model
+from selfnorm.report.provenance import machine_of
 
 PeerLoss = Callable[[Tensor], Tensor]  # batch to scalar
 PEER_BATCH = 100

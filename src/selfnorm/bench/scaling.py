@@ -20,7 +20,6 @@ from selfnorm.bench.table import (
     LineCallback,
     Note,
     blocks_of,
-    machine_of,
     measuring,
     significant,
     source_of,
@@ -29,6 +28,7 @@ from selfnorm.bench.table import (
 from selfnorm.bench.timing import Effort, Failure, Timing, Work, measure, reason_for
 from selfnorm.bijection import Bijection
 from selfnorm.models import LINEAR
+from selfnorm.report.provenance import machine_of
 from selfnorm.runtime.collector import AdamArguments, collected_gradients
 from selfnorm.train.adam import BETAS, EPS, moments_of, update_from_factors
 

@@ -22,10 +22,11 @@ import torch
 
 from selfnorm.bench.conditions import Conditions
 from selfnorm.bench.floor import parameter_bytes, saved_bytes
-from selfnorm.bench.table import BenchTable, Cell, LineCallback, Note, machine_of, measuring, significant, source_of
+from selfnorm.bench.table import BenchTable, Cell, LineCallback, Note, measuring, significant, source_of
 from selfnorm.bench.timing import reason_for
 from selfnorm.bench.training import examples_of, training_step
 from selfnorm.bench.workloads import MODELS, Model
+from selfnorm.report.provenance import machine_of
 from selfnorm.runtime.memory import PeakMemory
 from selfnorm.runtime.precision import Precision, networks_in_bf16, precision, products_in_tf32
 from selfnorm.runtime.threads import cpu_threads

@@ -17,7 +17,6 @@ from selfnorm.bench.table import (
     LineCallback,
     Note,
     blocks_of,
-    machine_of,
     measuring,
     milliseconds,
     significant,
@@ -26,6 +25,7 @@ from selfnorm.bench.table import (
 )
 from selfnorm.bench.timing import Effort, Timing
 from selfnorm.bench.workloads import PAPER_MS, Model
+from selfnorm.report.provenance import machine_of
 
 STEP_COLUMNS = (
     "model",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ import torch
 
 from selfnorm.bench.conditions import Conditions
 from selfnorm.bench.timing import Timing
-from selfnorm.report.provenance import provenance
+from selfnorm.report.provenance import machine_of, provenance
 from selfnorm.runtime.files import json_text, write_text
 from selfnorm.runtime.precision import networks_in_bf16, products_in_tf32
 
@@ -96,14 +95,6 @@ def measuring(device: torch.device) -> Iterator[Measuring]:
             yield found
         except KeyboardInterrupt:
             found.stopped = True
-
-
-def machine_of(device: torch.device, threads: Iterable[int] = ()) -> str:
-    """Returns the name of a GPU, or the type of the CPU and its number of threads, by default those that torch uses."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    used = sorted({*threads} or {torch.get_num_threads()})
-    return f"{platform.machine()} {device.type.upper()}, {' and '.join(map(str, used))} thread{'s' * (used != [1])}"
 
 
 def source_of(

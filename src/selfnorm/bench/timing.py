@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from selfnorm.runtime.checks import one_line
 from selfnorm.runtime.device import synchronize
 
 MIN_BLOCKS = 3  # even if a candidate is slow
@@ -130,7 +131,7 @@ def seconds_of(run: Callable[[], object], calls: int, device: torch.device) -> f
 
 def reason_for(error: BaseException) -> str:
     """Returns an error as one short line."""
-    line = " ".join((str(error) or type(error).__name__).split())
+    line = one_line(error)
     if isinstance(error, torch.OutOfMemoryError):
         line = "out of memory: " + line.removeprefix("CUDA out of memory. ")
     elif not isinstance(error, ValueError | MemoryError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from selfnorm.runtime.checks import did_you_mean
 from selfnorm.train.experiments import RECIPES
 from selfnorm.train.recipe import Recipe
 
@@ -66,8 +66,11 @@ class Model:
         return math.prod(self.shape)
 
 
-def _known() -> dict[str, Model]:
-    models = {name: Model(name, recipe, *SHAPES[recipe.data.source]) for name, recipe in RECIPES.items()}
+def known_models() -> dict[str, Model]:
+    """Returns the models of all recipes whose data have a known shape, and a few more, by name."""
+    models = {
+        name: Model(name, recipe, *SHAPES[recipe.data.source]) for name, recipe in RECIPES.items() if recipe.data.source in SHAPES
+    }
     for name, side in (("fc3072", None), ("fc4096", 64)):
         for kind in ("snf", "exact"):
             shape = (3, 32, 32) if side is None else (1, side, side)
@@ -77,7 +80,7 @@ def _known() -> dict[str, Model]:
     return models
 
 
-MODELS = _known()
+MODELS = known_models()
 EXTRA_NAMES = ", ".join(name for name in MODELS if name not in RECIPES)
 _FC = tuple(f"mnist-fc-{kind}" for kind in ("snf", "exact", "tracked", "sketch", "relative", "lu", "bare"))
 _CONV = tuple(f"mnist-conv-{kind}" for kind in ("snf", "exact", "tracked", "emerging", "exp"))
@@ -97,11 +100,9 @@ def choose(patterns: Iterable[str]) -> list[Model]:
     for pattern in (part.strip() for words in patterns for part in words.split(",")):
         matches = [name for name in MODELS if fnmatchcase(name, pattern)]
         if not matches:
-            close = difflib.get_close_matches(pattern, MODELS, n=1)
-            hint = f" (did you mean {close[0]}?)," if close else ""
             raise ValueError(
-                f"--models: got {pattern!r}{hint or ','} expected a recipe, as `selfnorm recipes` lists them, one of "
-                f"{EXTRA_NAMES}, or a pattern such as 'mnist-fc-*'"
+                f"--models: expected a recipe, as `selfnorm recipes` lists them, one of {EXTRA_NAMES}, or a pattern such as "
+                f"'mnist-fc-*', got {pattern!r}{did_you_mean(pattern, MODELS)}"
             )
         chosen |= {name: MODELS[name] for name in matches}
     return list(chosen.values())

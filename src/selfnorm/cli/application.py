@@ -15,6 +15,7 @@ import typer
 
 import selfnorm
 from selfnorm.cli.console import ERR, OUT
+from selfnorm.runtime.checks import one_line
 from selfnorm.train.stopping import USER_ERRORS, DivergedError, StoppedError
 
 # Put large tensors in large pages, where Linux lets programs ask for them: the gradients of large weights are new memory at each
@@ -63,7 +64,7 @@ def command(name: str, *examples: str, group: typer.Typer = app) -> Callable[[Ca
             except Exception as error:
                 if debug:
                     raise
-                line = " ".join((str(error) or type(error).__name__).split())
+                line = one_line(error)
                 known = isinstance(error, (*USER_ERRORS, DivergedError))
                 hint = "" if known else f" ({type(error).__name__}; use --debug to see where)"
                 ERR.print(f"selfnorm: {line}{hint}")

@@ -62,7 +62,9 @@ def steps(
         list[str] | None,
         typer.Option("--models", metavar="NAME", help="Recipe or pattern; repeatable. Default: the paper's."),
     ] = None,
-    memory: Annotated[bool, typer.Option("--memory", help="Measure a step's memory, and the least it needs, instead.")] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Measure a step's peak memory and the minimum it needs, instead.")
+    ] = False,
     seconds: Seconds = None,
     quick: Annotated[bool, typer.Option("--quick", help="Take short, rough measurements; no peak memory on a CPU.")] = False,
     precision: PrecisionOption = PrecisionChoice.tf32,
@@ -116,7 +118,9 @@ def steps(
     group=bench,
 )
 def scaling(
-    largest: Annotated[int | None, typer.Option(metavar="D", help="Largest D, a power of two; default 8192, CPU 2048.")] = None,
+    largest: Annotated[
+        int | None, typer.Option(metavar="D", help="Largest D, a power of two; default 8192, or 2048 on a CPU.")
+    ] = None,
     seconds: ShorterSeconds = None,
     quick: Quick = False,
     precision: PrecisionOption = PrecisionChoice.tf32,
@@ -151,7 +155,7 @@ def peers(
     cifar: Annotated[bool, typer.Option("--cifar", help="Include Glows for CIFAR-10; on a CPU they take minutes.")] = False,
     images: Annotated[
         bool | None,
-        typer.Option("--images/--no-images", help="Include Glows for MNIST; default not on a CPU."),
+        typer.Option("--images/--no-images", help="Include Glows for MNIST; the default, except on a CPU."),
     ] = None,
     seconds: Seconds = None,
     quick: Quick = False,

@@ -17,6 +17,8 @@ from rich.text import Text
 from selfnorm.bench.table import BenchTable, Cell
 from selfnorm.cli.console import ERR, OUT, build_table
 
+# Entries of a table's source that are shown below it, and what they are called there.
+CONDITIONS = {"SM clock": "SM clock", "taken by others": "CPU used by other processes"}
 DEFAULT_WIDTH = 80  # columns, if there is no terminal to ask
 
 
@@ -78,7 +80,7 @@ def deliver(
     notes = " ".join(note.text for note in table.notes if not note.columns or seen & set(note.columns))
     for line in [
         *([] if quiet else [notes]),
-        *(f"{name}: {table.source[name]}" for name in ("SM clock", "taken by others") if table.source.get(name)),
+        *(f"{label}: {table.source[name]}" for name, label in CONDITIONS.items() if table.source.get(name)),
         *more,
         *table.failures,
     ]:

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from selfnorm.report.timings import three_digits
 from selfnorm.runtime.files import json_text
 
 # Without markup, since a path may contain brackets.
@@ -37,6 +38,4 @@ def build_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]
 
 def short_number(value: float | None) -> str:
     """Returns three significant digits, or all digits before the decimal point if there are more; – for None."""
-    if value is None:
-        return "–"
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    return "–" if value is None else three_digits(value)

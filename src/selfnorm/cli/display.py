@@ -52,7 +52,7 @@ def print_seed_runs(runs: Mapping[Path, tuple[Recipe, Result | DivergedError]], 
                 print_result(path, result, as_json)
             else:
                 OUT.print(f"  {result}. The best and the last good checkpoint are in {path}")
-        OUT.print(f"times are those of {len(runs)} runs that shared the machine")
+        OUT.print(f"timings: {len(runs)} runs shared the machine")
     recipes = [recipe for recipe, _ in runs.values()]
     seeds = {recipe.optimiser.seed for recipe in recipes}
     if len(seeds) == len(runs) and all(recipe.changed(seed=recipes[0].optimiser.seed) == recipes[0] for recipe in recipes):
@@ -167,7 +167,7 @@ def print_health(health: FlowHealth, as_json: bool) -> None:
         )
         for layer in health.layers
     ]
-    OUT.print(build_table("Kept inverses", columns, rows) if rows else "No layer keeps an inverse.")
+    OUT.print(build_table("Stored inverses", columns, rows) if rows else "No layer stores an inverse.")
     trips = ", ".join(f"{inverse} {error:.1e}" for inverse, error in health.round_trip.items())
     OUT.print(f"round trip of prior samples, ‖f(g(z)) − z‖/‖z‖: {trips}")
     for note in health.notes:

@@ -88,7 +88,7 @@ def sample(
     image = is_image(checkpoint.shape, checkpoint.levels)
     output = output or free_path(Path("samples.png" if image else "samples.csv"))
     write_samples(output, trained.sample(n, inverse.value, seed), checkpoint.levels, checkpoint.columns)
-    OUT.print(f"{n} samples by the {inverse.value} inverse in {output}")
+    OUT.print(f"wrote {n} samples ({inverse.value} inverse) to {output}")
 
 
 @command("score", "selfnorm score runs/fit-measurements new.csv", "selfnorm score runs/fit-measurements new.csv -o scores.csv")
@@ -119,7 +119,7 @@ def score(
     else:
         with replacing(output) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
             _write_csv(stream, rows)
-        OUT.print(f"{len(rows)} rows in {output}")
+        OUT.print(f"wrote {len(rows)} rows to {output}")
 
 
 @command("recipes", "selfnorm recipes", "selfnorm recipes mnist-glow-snf")

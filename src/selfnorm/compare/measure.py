@@ -14,6 +14,7 @@ from selfnorm.data.batches import generator_for
 from selfnorm.evaluate.health import SAMPLES, round_trip
 from selfnorm.evaluate.likelihood import evaluating
 from selfnorm.flow import Flow
+from selfnorm.runtime.device import synchronize
 from selfnorm.runtime.threads import cpu_threads
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.run import Result
@@ -54,8 +55,7 @@ def _sample_seconds(flow: Flow, device: torch.device, generator: torch.Generator
         for _ in range(UNTIMED_SAMPLES + TIMED_SAMPLES):
             began = time.perf_counter()
             flow.sample(1, generator=generator)
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
+            synchronize(device)
             times.append(time.perf_counter() - began)
     except ValueError:
         return None

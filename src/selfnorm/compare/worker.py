@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, Literal
 
+from selfnorm.runtime.checks import one_line
 from selfnorm.train.loop import Report
 from selfnorm.train.stopping import USER_ERRORS, DivergedError, StoppedError, StopRequests
 
@@ -187,7 +188,7 @@ def _stop_with_parent() -> None:
 
 
 def _one_line(error: Exception) -> str:
-    line = " ".join((str(error) or type(error).__name__).split())
+    line = one_line(error)
     if isinstance(error, (*USER_ERRORS, DivergedError)):
         return line
     place = traceback.extract_tb(error.__traceback__)[-1]

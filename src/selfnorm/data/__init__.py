@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from selfnorm.data import cifar10, imagenet32, mnist, small
 from selfnorm.data.arrays import read_examples
 from selfnorm.data.dataset import Dataset, permutation
 from selfnorm.data.locate import OnProgress
+from selfnorm.runtime.checks import did_you_mean
 
 __all__ = ["NAMES", "Dataset", "load_dataset", "read_examples"]
 
@@ -52,10 +52,9 @@ def load_dataset(
         return dataset
     path = Path(name).expanduser()
     if not name or not path.exists():
-        close = difflib.get_close_matches(name.lower(), NAMES, n=1)
         raise ValueError(
             f"load_dataset: expected one of {', '.join(NAMES)}, or the path of a file or of a folder of images, "
-            f"got {name!r}, which is neither" + (f"; did you mean {close[0]}?" if close else "")
+            f"got {name!r}, which is neither{did_you_mean(name.lower(), NAMES)}"
         )
     return _load_own_examples(path, levels)
 

@@ -71,7 +71,7 @@ class Dataset:
                     "pass a larger levels=, or divide the values first"
                 )
         if self.columns and (len(self.columns),) != self.shape:
-            raise ValueError(f"{who}: expected one column name for each of {self.shape} numbers, got {len(self.columns)}")
+            raise ValueError(f"{who}: expected one column name for each entry of the shape {self.shape}, got {len(self.columns)}")
 
 
 def permutation(total: int) -> NDArray[np.int64]:

@@ -74,4 +74,4 @@ def _decode_pixels(file: Path, image: Any) -> NDArray[np.uint8]:
 
 def _describe_size(image: NDArray[np.uint8]) -> str:
     channels, height, width = image.shape
-    return f"{'grey' if channels == 1 else 'colour'} of {height} × {width}"
+    return f"a {'grey' if channels == 1 else 'colour'} image of {height} × {width} pixels"

@@ -127,5 +127,5 @@ def _expected_instead(text: str) -> str:
     if not text.strip():
         return "a number in every cell; remove rows with empty cells or fill them in"
     if not _is_number(text):
-        return "a number, with a decimal point; a header has no numbers, and other rows have only numbers"
+        return "a number, with a decimal point (only a header line may contain text)"
     return "" if abs(float(text)) <= FLOAT32_MAX else "a finite number that float32 can hold"

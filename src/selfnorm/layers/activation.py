@@ -43,7 +43,7 @@ class SmoothLeakyReLU(FusableLayer):
         expect_batch(self, x)
         return self._value(x), sum_event(self._slope(x).log())
 
-    def _fused(self, x: Tensor, context: Tensor | None) -> Surrogate | None:
+    def _fused(self, x: Tensor, *, context: Tensor | None) -> Surrogate | None:
         expect_batch(self, x)
         if not usable(x):
             return None
@@ -61,7 +61,7 @@ class SmoothLeakyReLU(FusableLayer):
         x = x - (self._value(x) - z) / self._slope(x)
         return x, -sum_event(self._slope(x).log())
 
-    def _fused_inverse(self, z: Tensor, context: Tensor | None) -> Tensor | None:
+    def _fused_inverse(self, z: Tensor, *, context: Tensor | None) -> Tensor | None:
         expect_batch(self, z)
         if not usable(z):
             return None
@@ -121,7 +121,7 @@ class Logit(Bijection):
         return x, sum_event(F.logsigmoid(z) + F.logsigmoid(-z) - math.log(stretch))
 
     def _sides(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the squashed value and one minus it, each without cancellation: near x = 1, 1 − x is exact, 1 − squashed is not."""
+        """Returns the squashed value and one minus it, both without cancellation: near x = 1, 1 − squashed is not exact."""
         expect_batch(self, x)
         stretch = 1 - 2 * self.alpha
         return self.alpha + stretch * x, self.alpha + stretch * (1 - x)

@@ -36,7 +36,7 @@ class ActNorm(FusableLayer):
         shift, log_scale = self._parameters_for(x)
         return (x + shift) * log_scale.exp(), self._log_det(x)
 
-    def _fused(self, x: Tensor, context: Tensor | None) -> Surrogate | None:
+    def _fused(self, x: Tensor, *, context: Tensor | None) -> Surrogate | None:
         self._parameters_for(x)  # raises ValueError for a wrong shape
         if not usable(x, self.shift, self.log_scale):
             return None
@@ -47,7 +47,7 @@ class ActNorm(FusableLayer):
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self._undo(z), -self._log_det(z)
 
-    def _fused_inverse(self, z: Tensor, context: Tensor | None) -> Tensor | None:
+    def _fused_inverse(self, z: Tensor, *, context: Tensor | None) -> Tensor | None:
         return self._undo(z)  # without the log-determinant it is cheap enough
 
     def _undo(self, z: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class ConditionalAffine(FusableLayer):
         log_scale, shift = self._scale_and_shift(z, context)
         return (z - shift) * (-log_scale).exp(), -sum_event(log_scale)
 
-    def _fused_inverse(self, z: Tensor, context: Tensor | None) -> Tensor | None:
+    def _fused_inverse(self, z: Tensor, *, context: Tensor | None) -> Tensor | None:
         expect_shape(self, z, self.channels, "H", "W")
         context = expect_context(self, context, self.context_channels, z)
         weights = self.weights()
@@ -56,7 +56,7 @@ class ConditionalAffine(FusableLayer):
 
         return matrix_inverse(z, context, weights)
 
-    def _fused(self, x: Tensor, context: Tensor | None) -> Surrogate | None:
+    def _fused(self, x: Tensor, *, context: Tensor | None) -> Surrogate | None:
         expect_shape(self, x, self.channels, "H", "W")
         context = expect_context(self, context, self.context_channels, x)
         weights = self.weights()
@@ -111,7 +111,7 @@ class AffineCoupling(FusableLayer):
         change, log_det = self.affine.inverse(change, context=network_input)
         return torch.cat([stay, change], dim=1), log_det
 
-    def _fused_inverse(self, z: Tensor, context: Tensor | None) -> Tensor | None:
+    def _fused_inverse(self, z: Tensor, *, context: Tensor | None) -> Tensor | None:
         stay, change, network_input = self._split(z, context)
         weights = self.affine.weights()
         if not _inverse_kernels_fit(weights, z, network_input):
@@ -122,7 +122,7 @@ class AffineCoupling(FusableLayer):
             return matrix_inverse(z, None, weights)
         return torch.cat([stay, matrix_inverse(change, network_input, weights)], dim=1)
 
-    def _fused(self, x: Tensor, context: Tensor | None) -> Surrogate | None:
+    def _fused(self, x: Tensor, *, context: Tensor | None) -> Surrogate | None:
         stay, change, network_input = self._split(x, context)
         weights = self.affine.weights()
         if not coupling_kernels_fit(weights, x, network_input):

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfnorm.bijection import Bijection, Chain, Surrogate, located
+from selfnorm.bijection import Chain, Surrogate, located
 from selfnorm.kernels.conv.choice import DEFAULT_GEOMETRY, conv_kernels_fit
 from selfnorm.layers.exact import Conv1x1
+from selfnorm.layers.fusable import FusableLayer
 from selfnorm.layers.linear import odd_kernel
 from selfnorm.linalg.convmatrix import Geometry, conv_matrix, convolve, dirac, flip, kernel_gradient
 from selfnorm.linalg.factors import SingularWeightError, to_float64
@@ -25,7 +26,7 @@ Mask = Literal["quadrant", "raster"]
 MAX_ROW_LENGTH = 64
 
 
-class AutoregressiveConv2d(Bijection):
+class AutoregressiveConv2d(FusableLayer):
     """z = w ⋆ x + b with T(w) triangular: each output reads its own input and later ones, ordered by pixel, then by channel.
 
     With mask "quadrant", later pixels are those neither above nor to the left; with "raster", all that follow in reading order.
@@ -95,12 +96,16 @@ class AutoregressiveConv2d(Bijection):
         return x, log_det
 
     @in_full_precision
-    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+    def _fused(self, x: Tensor, *, context: Tensor | None) -> Surrogate | None:
         self._check_input(x)
-        if conv_kernels_fit(x, self.weight, self.bias):
-            from selfnorm.kernels.conv.convolution import FusedConv
+        if not conv_kernels_fit(x, self.weight, self.bias):
+            return None
+        from selfnorm.kernels.conv.convolution import FusedConv
 
-            return Surrogate.exact(*FusedConv.apply(x, self.weight, self.bias, "triangular", self.tap_mask))
+        return Surrogate.exact(*FusedConv.apply(x, self.weight, self.bias, "triangular", self.tap_mask))
+
+    @in_full_precision
+    def _plain(self, x: Tensor, *, context: Tensor | None) -> Surrogate:
         return Surrogate.exact(self._apply_weight(x), _triangular_log_det(self._diagonal(), x))
 
     def _check_input(self, x: Tensor) -> None:

@@ -39,7 +39,8 @@ class _ExactTraining(LinearMap):
 class ExactLinear(_ExactTraining, DenseMap):
     """z = Wx + b with W any invertible D × D matrix; trained by the exact gradient, an O(D³) factorisation per step.
 
-    Parameters: weight (D, D), bias (D,). The state of a `SelfNormLinear` loads into it, and its own into a `SelfNormLinear`.
+    Parameters: weight (D, D), bias (D,). State dicts load in both directions between this layer and
+    `SelfNormLinear`.
 
     >>> import torch
     >>> layer = ExactLinear(3)
@@ -76,8 +77,8 @@ class ExactConv2d(_ExactConv):
     """z = w ⋆ x + b, a same-size convolution by any invertible kernel; trained by the exact gradient.
 
     A step factorises T(w): O((C/groups·HW)³) for a zero-padded k×k kernel, O(HW·C³) by Fourier transform for a circular one,
-    O(C³) for a 1×1. Parameters: weight (C, C/groups, kh, kw), bias (C,). The state of a `SelfNormConv2d` loads into it, and its
-    own into a `SelfNormConv2d`.
+    O(C³) for a 1×1. Parameters: weight (C, C/groups, kh, kw), bias (C,). State dicts load in both
+    directions between this layer and `SelfNormConv2d`.
 
     >>> import torch
     >>> layer = ExactConv2d(2, 3)
@@ -89,7 +90,7 @@ class ExactConv2d(_ExactConv):
 
 
 class Conv1x1(_ExactConv):
-    """z = Wx + b at every pixel, W any invertible C × C matrix, started as a random rotation (Kingma & Dhariwal, 2018).
+    """z = Wx + b at every pixel, W any invertible C × C matrix, initialised as a random rotation (Kingma & Dhariwal, 2018).
 
     Parameters: weight (C, C, 1, 1), bias (C,): those of `ExactConv2d(channels, 1)`.
     """

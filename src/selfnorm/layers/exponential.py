@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from selfnorm.bijection import Bijection, Chain, Surrogate, located
+from selfnorm.bijection import Chain, Surrogate, located
 from selfnorm.kernels.conv.choice import conv_kernels_fit
 from selfnorm.layers.exact import Conv1x1
+from selfnorm.layers.fusable import FusableLayer
 from selfnorm.layers.linear import odd_kernel
 from selfnorm.linalg.convmatrix import Geometry, convolve
 from selfnorm.linalg.factors import to_float64
@@ -22,7 +23,7 @@ TRAINING_TERMS, EXACT_TERMS = 6, 13
 SQUARINGS = 8
 
 
-class ConvExponential(Bijection):
+class ConvExponential(FusableLayer):
     """z = exp(T(k))x + b = x + k ⋆ x + k ⋆ k ⋆ x / 2! + … + b with k = w·min(1, 0.9/σ(w)), σ(w) ≥ ‖T(w)‖ (see `norm_bound`).
 
     log_det = HW·Σ_c k[c, c, centre], the trace of T(k), is exact for the whole series. `forward` and `inverse` (the same with
@@ -62,12 +63,16 @@ class ConvExponential(Bijection):
         return _exponential(z - self.bias[:, None, None], k, EXACT_TERMS), _trace_log_det(z, k)
 
     @in_full_precision
-    def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
+    def _fused(self, x: Tensor, *, context: Tensor | None) -> Surrogate | None:
         self._check_input(x)
-        if conv_kernels_fit(x, self.weight, self.bias):
-            from selfnorm.kernels.conv.series import FusedConvSeries
+        if not conv_kernels_fit(x, self.weight, self.bias):
+            return None
+        from selfnorm.kernels.conv.series import FusedConvSeries
 
-            return Surrogate.exact(*FusedConvSeries.apply(x, self._fused_norm_limited_weight(x), self.bias, TRAINING_TERMS))
+        return Surrogate.exact(*FusedConvSeries.apply(x, self._fused_norm_limited_weight(x), self.bias, TRAINING_TERMS))
+
+    @in_full_precision
+    def _plain(self, x: Tensor, *, context: Tensor | None) -> Surrogate:
         k = self._kernel_for(x)
         z = _exponential(x, k, TRAINING_TERMS) + self.bias[:, None, None]
         return Surrogate.exact(z, _trace_log_det(x, k))

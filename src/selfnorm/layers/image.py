@@ -65,8 +65,7 @@ class Flatten(Bijection):
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if self._seen is None:
             raise ValueError(
-                f"{describe(self)}: expected to know the shape to go back to, got none: build it as Flatten(shape), "
-                "or call it once on data"
+                f"{describe(self)}: expected a known input shape, got none; build it as Flatten(shape), or call it once on data"
             )
         expect_shape(self, z, math.prod(self._seen))
         return z.reshape(z.shape[0], *self._seen), z.new_zeros(z.shape[0])

@@ -25,7 +25,7 @@ class LinearMap(Bijection):
     costs a comparison with a copy of the weight. The factors for `inverse` are kept in eval mode only.
 
     The subclass decides how W is trained. `surrogate` is the same for all of them: it returns `_fused(x)`, the surrogate by
-    kernels, or if that is None `_plain(x)`, the same in plain PyTorch.
+    the layer's own kernels, or if that is None `_plain(x)`, the same in separate operations.
     """
 
     # One example's shape in the last batch that `surrogate` saw. Not state: a convolution takes images of any size.
@@ -39,11 +39,11 @@ class LinearMap(Bijection):
         self._factors = ExactFactors()
 
     def _plain(self, x: Tensor) -> Surrogate:
-        """Returns the surrogate in plain PyTorch."""
+        """Returns the surrogate computed in separate operations."""
         raise NotImplementedError
 
     def _fused(self, x: Tensor) -> Surrogate | None:
-        """Returns the surrogate by kernels, or None where they do not apply."""
+        """Returns the surrogate by the layer's own kernels, or None where they do not apply."""
         return None
 
     def check_shape(self, x: Tensor) -> None:
@@ -104,7 +104,7 @@ class LinearMap(Bijection):
 
 
 class DenseMap(LinearMap):
-    """A D × D matrix W acting on (N, D), started as the paper does: I + Xavier-normal noise of gain 0.01. Abstract."""
+    """A D × D matrix W acting on (N, D), initialised as in the paper: I + Xavier-normal noise of gain 0.01. Abstract."""
 
     def __init__(self, features: int, bias: bool = True) -> None:
         super().__init__()

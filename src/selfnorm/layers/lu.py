@@ -19,8 +19,9 @@ class LULinear(Bijection):
     """z = PLUx + b with P a fixed permutation, L unit lower and U upper triangular: exact likelihood, O(D²) per example.
 
     Parameters: factors (D, D), L below the diagonal, log|uᵢᵢ| on it, U above it; bias (D,). Buffers: permutation (D,), row i of
-    PLU being row permutation[i] of LU, and signs (D,) of U's diagonal, both fixed by the start: I + Xavier-normal noise of gain
-    0.01, factorised. A state with a `weight` in place of the factors, such as an `ExactLinear`'s, is factorised as it is loaded.
+    PLU being row permutation[i] of LU, and signs (D,) of U's diagonal, both fixed: they come from factorising the initial weight,
+    I + Xavier-normal noise of gain 0.01. A state with a `weight` in place of the factors, such as an `ExactLinear`'s, is
+    factorised as it is loaded.
     Kingma & Dhariwal (2018), section 3.2.
 
     >>> layer = LULinear(3)

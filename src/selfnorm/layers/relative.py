@@ -7,7 +7,7 @@ log|det W|, the gradients g_z and g_log_det arriving at z = Wx + b become
     W:  g_zᵀ(zW) + g_log_det·W          b:  g_zᵀ(zb + 1) + g_log_det·b
 
 summed over the batch: since g_z xᵀWᵀW + g_z bᵀW = g_z (Wx + b)ᵀW, each product is of a batch with a matrix, O(D²) per example.
-The term with b is easily forgotten. `docs/choosing.md` says when to use this layer.
+`docs/choosing.md` says when to use this layer.
 """
 
 from __future__ import annotations

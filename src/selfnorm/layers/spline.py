@@ -65,7 +65,7 @@ class SplineActivation(FusableLayer):
         log_slope = _log_slope(t, mean_slope, slope, next_slope, denominator)
         return torch.where(inside, z, x), sum_event(torch.where(inside, log_slope, 0))
 
-    def _fused(self, x: Tensor, context: Tensor | None) -> Surrogate | None:
+    def _fused(self, x: Tensor, *, context: Tensor | None) -> Surrogate | None:
         expect_shape(self, x, *self.shape)
         if not self._kernels_fit(x):
             return None
@@ -91,7 +91,7 @@ class SplineActivation(FusableLayer):
         log_slope = _log_slope(t, mean_slope, slope, next_slope, denominator)
         return torch.where(inside, left + width * t, z), -sum_event(torch.where(inside, log_slope, 0))
 
-    def _fused_inverse(self, z: Tensor, context: Tensor | None) -> Tensor | None:
+    def _fused_inverse(self, z: Tensor, *, context: Tensor | None) -> Tensor | None:
         expect_shape(self, z, *self.shape)
         if not self._kernels_fit(z):
             return None

@@ -94,7 +94,7 @@ class _Tracked(StoredInverse):
         raise NotImplementedError
 
     def log_det_gradient(self, R: Tensor, scale: Tensor) -> Tensor:
-        """Returns the weight's gradient of scale·log|det W| for R = W⁻¹: scale·Rᵀ, summed over all entries of W that share a weight."""
+        """Returns the weight's gradient of scale·log|det W| for R = W⁻¹: scale·Rᵀ, summed over entries that share a weight."""
         raise NotImplementedError
 
     def _fused_error(self) -> tuple[Tensor, Tensor] | None:
@@ -249,9 +249,9 @@ class TrackedConv2d(_Tracked, ConvMap):
     size:     (H, W) of the images.
     tracker:  as in `TrackedLinear`.
     For a 1×1 kernel R is the inverse of its C × C matrix. For a k×k kernel it is all of T(w)⁻¹, dense, with D = C·H·W ≤ 4096
-    rows: no kernel of any size can be the inverse under zero padding, the matrix can. T(w) itself is never built: its products
-    are convolutions, so that Newton–Schulz takes one product of D³. Parameters: weight (C, C, kh, kw), bias (C,), those of
-    `ExactConv2d`. Buffers: weight_inv, (C, C) or (D, D), fallbacks. Call `after_step()` after each optimiser step.
+    rows: under zero padding no kernel of any size is the exact inverse, but a dense matrix is. T(w) itself is never built: its
+    products are convolutions, so that Newton–Schulz takes one product of D³. Parameters: weight (C, C, kh, kw), bias (C,), those
+    of `ExactConv2d`. Buffers: weight_inv, (C, C) or (D, D), fallbacks. Call `after_step()` after each optimiser step.
 
     >>> layer = TrackedConv2d(2, 3, size=(4, 4))
     >>> layer.weight_inv.shape

@@ -49,15 +49,13 @@ def expect_tap_mean(layer: LearnedInverse) -> None:
     if kernel is None:
         return
     if not layer.example_shape:
-        raise ValueError(
-            f"{describe(layer)}: expected to know the image's size for a tap-mean, got none; call surrogate(x) first"
-        )
+        raise ValueError(f"{describe(layer)}: expected a known image size for a tap-mean, got none; call surrogate(x) first")
     groups = kernel.geometry.groups
     if math.prod(layer.example_shape) // groups > MAX_FACTORISED_ROWS:
         size = "×".join(map(str, layer.example_shape))
         raise ValueError(
             f"{describe(layer)}: expected images of at most {MAX_FACTORISED_ROWS} dimensions per group for a tap-mean, which "
-            f"factorises T(w), got {size} in {groups}; use polish=least-squares"
+            f"factorises T(w), got {size} in {groups} group(s); use polish=least-squares"
         )
 
 

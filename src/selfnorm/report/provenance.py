@@ -6,6 +6,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 
@@ -26,19 +27,22 @@ def provenance(device: torch.device | str = "cpu", command: str | None = None) -
     except (OSError, subprocess.CalledProcessError):
         commit = None
     program = Path(sys.argv[0]).name.replace("__main__.py", "selfnorm")
-    if device.type == "cuda":
-        machine = torch.cuda.get_device_name(device)
-    else:
-        threads = torch.get_num_threads()
-        machine = f"{platform.machine()} {device.type.upper()}, {threads} thread{'s' * (threads > 1)}"
     return {
         "command": command or shlex.join([program, *sys.argv[1:]]),
         "commit": commit,
         "version": selfnorm.__version__,
-        "machine": machine,
+        "machine": machine_of(device),
         "date": date.today().isoformat(),
         "torch": torch.__version__,
     }
+
+
+def machine_of(device: torch.device, threads: Iterable[int] = ()) -> str:
+    """Returns the name of a GPU, or the type of the CPU and its number of threads, by default those that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    used = sorted({*threads} or {torch.get_num_threads()})
+    return f"{platform.machine()} {device.type.upper()}, {' and '.join(map(str, used))} thread{'s' * (used != [1])}"
 
 
 def _git(*arguments: str, cwd: Path) -> str:

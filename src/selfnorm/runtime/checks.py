@@ -1,11 +1,12 @@
-"""Checks whose errors name the caller, what was expected, and what was given.
+"""Checks whose errors name the caller, what was expected, and what was given; parts of error messages.
 
 Only `expect_finite` reads values from the device; the others look at shapes, dtypes and plain numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Sequence
 from operator import index
 from typing import Protocol, SupportsIndex
 
@@ -22,6 +23,17 @@ class Describable(Protocol):
 def describe(layer: Describable) -> str:
     """Returns the layer on one line, such as `SelfNormLinear(784, bias=True)`."""
     return f"{type(layer).__name__}({layer.extra_repr()})"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Returns the end of an error message that names the known word most like this one; empty if none is."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def one_line(error: BaseException) -> str:
+    """Returns the message of an error on one line, or the name of its type if it has none."""
+    return " ".join((str(error) or type(error).__name__).split())
 
 
 def expect_shape(layer: nn.Module, x: Tensor, *event: int | str) -> None:

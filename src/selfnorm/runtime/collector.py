@@ -1,17 +1,17 @@
 """`GradientCollector`: holds weight gradients as factors until the optimiser multiplies and applies them in one pass.
 
 The gradient of a dense layer's weight is aᵀb + s·M with a and b (N, D). Multiplying it out writes D² numbers that the optimiser
-reads again: more bytes than the rest of a small batch's backward pass. While the current step has a collector
+reads again: more bytes than the rest of a small batch's backward pass. While the current step has a collector, a fused layer
+appends its factors to it and leaves its weights' `.grad` at None:
 
     with collected_gradients() as collector:
         loss(x).backward()
     for gradient in collector.take():
         update_from_factors(gradient, …)        # train.adam
 
-a fused layer appends its factors here and leaves its weights' `.grad` at None. Biases and all other parameters get ordinary
-gradients. A gradient goes to the collector that was current in the forward pass; autograd's threads only append to it. Factors
-use the weights at the time when they are applied, so apply them before anything else changes the weights. Inside the block,
-`torch.autograd.grad` finds no gradient for these weights.
+Biases and all other parameters get ordinary gradients. A gradient goes to the collector that was current in the forward pass;
+autograd's threads only append to it. Factors use the weights at the time when they are applied, so apply them before anything
+else changes the weights. Inside the block, `torch.autograd.grad` finds no gradient for these weights.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class GradientCollector:
         self._gradients.append(gradient)
 
     def take(self, *, wait: Callable[[], None] | None = None) -> list[FactoredGradient]:
-        """Removes and returns the gradients. None shares a parameter with another, or has a parameter with a `.grad`.
+        """Removes and returns the gradients. No two of them share a parameter, and none of their parameters has a `.grad`.
 
         Where a layer was used twice, or something else gave one of its weights a gradient, its gradients are added to `.grad`.
         wait:  called before any is multiplied out, to wait for work that produces its factors.

@@ -1,7 +1,7 @@
 """`StepContext`: settings and resources that a training step shares with its layers.
 
-A layer's `surrogate(x)` takes data, not settings. Everything else that a step decides for all of its layers is in one
-object, which is current while the step runs:
+A layer's `surrogate(x)` takes only data. Settings and resources that all layers of a step share are in one object, which is
+current while the step runs:
 
     with step_context(branches=Branches(device), collector=GradientCollector()) as step:
         value, metrics = loss(x)
@@ -11,7 +11,8 @@ object, which is current while the step runs:
     current_step().on_side_stream(x)            # inside a layer
 
 Without a surrounding step the defaults hold: everything runs on the current stream, and gradients go to `.grad`. Each thread
-has its own context, since layers run on the thread that calls them; backward passes only read `kernel_devices`.
+has its own context, since layers run on the thread that calls them; backward passes, which run on autograd's threads, read only
+`precision` and `kernel_devices`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class StepContext:
     branches:        streams for work that nothing waits for yet; None keeps everything on the current stream.
     collector:       where fused layers leave their weight gradients as factors; None makes them ordinary gradients.
     precision:       of products, as set by `runtime.precision.precision`; None leaves torch's own settings.
-    symmetric:       whether self-normalizing layers also reconstruct z from Rz; None leaves the choice of the last loss.
+    symmetric:       whether self-normalizing layers also reconstruct z from Rz; None means that the
+                     layer keeps the value that it last got from a loss.
     observer:        called in place of each layer's `surrogate`, with the layer and its arguments; used for profiling.
     kernel_devices:  the device types on which Triton kernels replace plain PyTorch.
     """
@@ -76,7 +78,7 @@ class StepContext:
 
 
 # Layers run on the thread that calls them, so each thread has its own context. Precision and kernel devices also hold for the
-# process: backward passes read them on threads of autograd's own.
+# process: backward passes read them on autograd's threads.
 _process = StepContext()
 _thread = threading.local()
 _PROCESS_FIELDS = {"precision", "kernel_devices"}

@@ -9,8 +9,8 @@ import torch
 class HostGenerators:
     """CPU generators for numbers that the host must know, without waiting for the device's generator to draw them.
 
-    Each one depends on the given generator's seed, the step and the number of earlier uses in that step. So no numbers repeat,
-    neither the device's nor those of other layers or steps, and a resumed run gets the same ones.
+    The seed of each combines the given generator's seed, the step and the number of earlier uses in that step. So no stream
+    repeats another, and a resumed run draws the same numbers.
     """
 
     def __init__(self) -> None:

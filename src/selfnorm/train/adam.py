@@ -1,4 +1,4 @@
-"""Adam: the only code that changes weights, and the flags that decide whether it may.
+"""Adam: checks, clips and applies gradients, and keeps the flags that decide whether weights may change.
 
 A training step never waits for the device, so it cannot stop when a loss is not finite. Flags on the device do that instead. Each
 is a float32 scalar, 0 or 1:
@@ -6,7 +6,7 @@ is a float32 scalar, 0 or 1:
     failed         a step had a non-finite loss or gradient. From that step on no weight changes, so the weights that
                    failed are kept.
     lost           a tracked inverse is too far off to give a gradient (`layers.tracked`). The steps after that change no weight,
-                   until the loop has settled the trackers and calls `clear_lost`; they are then taken again.
+                   until the loop has recomputed the lost inverses and calls `unfreeze`; they are then taken again.
     late_failure   an update found a non-finite gradient while it multiplied it (`kernels.dense.adam`). The other weights have
                    taken that step by then. The next update moves this flag to `failed`, and the step is not counted.
     frozen         max(failed, lost): the flag that the updates read.
@@ -44,6 +44,16 @@ class UpdateFlags(NamedTuple):
     step: Tensor
 
 
+class Unchecked(NamedTuple):
+    """A loss and gradients that have yet to be checked; None and () if there are none."""
+
+    loss: Tensor | None
+    gradients: Sequence[Tensor]
+
+
+NOTHING_UNCHECKED = Unchecked(None, ())
+
+
 def make_adam(loss: Loss) -> torch.optim.Adam:
     """Returns the paper's Adam, β = (0.9, 0.999), in torch's fused form; the learning rate is set at each step."""
     capturable = next(loss.parameters()).is_cuda
@@ -70,6 +80,16 @@ def share_step_count(optimizer: torch.optim.Adam, parameters: Sequence[Tensor]) 
     for parameter in parameters:
         optimizer.state[parameter]["step"] = shared
     return shared
+
+
+def check_eagerly(parameters: Sequence[nn.Parameter], loss: Tensor, clip: float | None, failed: Tensor) -> Tensor:
+    """Clips the gradients, and returns `failed`, raised to 1 if the loss or the gradients' norm is not finite."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    # nn.utils.get_total_norm without its grouping by device and dtype, which takes as long as the norm itself.
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    if clip is not None:
+        nn.utils.clip_grads_with_norm_(parameters, clip, norm)
+    return torch.where(norm + loss.abs() < torch.inf, failed, 1.0)  # false for NaN, too
 
 
 def update_eagerly(optimizer: torch.optim.Adam, rate: float, failed: Tensor) -> None:
@@ -123,7 +143,7 @@ def _update_plainly(parameter: nn.Parameter, gradient: Tensor, moments: Moments,
 class GuardedAdam:
     """Adam's updates for captured steps: it checks gradients, keeps the flags and counts steps without waiting for the device.
 
-    A step calls `check` (unless `begin` can check by itself), `begin` and `update`; after the last one, `begin(advance=False)`.
+    A step calls `check`, `begin` and `update`. After the last one, `begin(advance=False)` notices a failure in its update.
     """
 
     def __init__(self, optimizer: torch.optim.Adam, parameters: Sequence[nn.Parameter], clip: float | None) -> None:
@@ -133,14 +153,10 @@ class GuardedAdam:
         self.flags = UpdateFlags(failed=zeros(()), late_failure=zeros(()), lost=zeros(()), frozen=zeros(()), step=count)
         self._one = zeros(()) + 1
 
-    def clear_lost(self) -> None:
+    def unfreeze(self) -> None:
         """Clears `lost` and `failed`: the steps that changed nothing are repeated, and raise `failed` if they fail again."""
         self.flags.lost.zero_()
         self.flags.failed.zero_()
-
-    def gradients(self) -> list[Tensor]:
-        """Returns the gradients that autograd has left in `.grad`."""
-        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def raise_lost(self, residuals: Tensor, limits: Tensor) -> None:
         """Raises `lost` unless each residual is below its limit; a NaN raises it, too."""
@@ -152,35 +168,37 @@ class GuardedAdam:
             within = (residuals < limits).all().to(self.flags.lost)
             self.flags.lost.copy_(torch.maximum(self.flags.lost, 1 - within))
 
-    def can_check_by_kernel(self, gradients: Sequence[Tensor]) -> bool:
-        """Returns whether `begin` can check these gradients itself, without another launch."""
-        if self.clip is not None or not usable(self.flags.failed, *gradients):
-            return False
-        from selfnorm.kernels.dense.adam import few_and_small
+    def check(self, loss: Tensor) -> Unchecked:
+        """Clips the gradients, and raises `failed` if the loss or a gradient is not finite.
 
-        return few_and_small(gradients)
+        Where the kernel of `begin` can check them without another launch, it returns them for `begin` instead.
+        """
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if self.clip is None and usable(self.flags.failed, *gradients):
+            from selfnorm.kernels.dense.adam import few_and_small
 
-    def check(self, value: Tensor, gradients: list[Tensor]) -> None:
-        """Raises `failed` if the loss or a gradient is not finite; clips the gradients."""
+            if few_and_small(gradients):
+                return Unchecked(loss, gradients)
         # Norms, because Adam cannot use a gradient whose square overflows either.
         checked = [torch.stack(torch._foreach_norm(gradients))] if gradients else []
         if self.clip is not None:
             checked = [torch.linalg.vector_norm(checked[0])]
             nn.utils.clip_grads_with_norm_(self.parameters, self.clip, checked[0])
         # From torch's gradient scaling: one kernel checks everything (and multiplies by 1), and raises the flag.
-        torch._amp_foreach_non_finite_check_and_unscale_([*checked, value], self.flags.failed, self._one)
+        torch._amp_foreach_non_finite_check_and_unscale_([*checked, loss], self.flags.failed, self._one)
+        return NOTHING_UNCHECKED
 
-    def begin(self, *, advance: bool = True, loss: Tensor | None = None, gradients: Sequence[Tensor] = ()) -> None:
+    def begin(self, unchecked: Unchecked = NOTHING_UNCHECKED, *, advance: bool = True) -> None:
         """Sets `frozen` and counts the update that follows; a failure inside the previous update is first noticed here.
 
-        advance:          whether an update follows.
-        loss, gradients:  to check now, if `check` was not called.
+        unchecked:  what `check` has left to this call.
+        advance:    whether an update follows.
         """
         failed, late_failure, lost, frozen, step = self.flags
         if usable(failed):
             from selfnorm.kernels.dense.adam import begin_update
 
-            begin_update(*self.flags, advance=advance, loss=loss, gradients=gradients)
+            begin_update(*self.flags, advance=advance, loss=unchecked.loss, gradients=unchecked.gradients)
             return
         step.sub_(late_failure * (1 - failed))
         failed.copy_(torch.maximum(failed, late_failure))

@@ -16,7 +16,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from selfnorm.bijection import InverseTracker
+from selfnorm.bijection import Chain, InverseTracker
 from selfnorm.data.batches import TrainingBatches, seed_of
 from selfnorm.kernels.dispatch import usable
 from selfnorm.objective import Loss, Metrics
@@ -44,6 +44,7 @@ class CapturedStep:
 
     def __init__(self, loss: Loss, optimizer: torch.optim.Adam, batches: TrainingBatches, clip: float | None) -> None:
         self.loss, self.optimizer, self.batches = loss, optimizer, batches
+        device = batches.examples.device
         self.preprocessing, self._rest = loss.flow.split_preprocessing()
         # Large parameters first: torch's kernels for many tensors take some 36 of them per launch and 65,536 numbers per
         # processor, so small tensors between large ones would leave most of the card idle.
@@ -59,24 +60,13 @@ class CapturedStep:
         self._graph_steps = _steps_per_graph(batches.block, sum(1 for _ in loss.modules()))
         self._taken = 0
         self.mark: Callable[..., None] = no_mark
-        self._graphs = _Graphs(batches.examples.device)
-        self._branches, self._tracker_branches = (Branches(batches.examples.device) for _ in range(2))
+        self._graphs = _Graphs(device)
+        self._branches, self._tracker_branches = (Branches(device) for _ in range(2))
+        self._block = _BatchBlock(batches, self.preprocessing, self._graphs)
+        # Graphs read and write the same memory at each replay.
         zeros = self.failed.new_zeros
         self._one = zeros(()) + 1
-        # Graphs read and write the same memory at each replay. First, a block of batches:
-        device, rows = batches.examples.device, batches.block * batches.batch_size
-        self._resident = batches.examples.stored.device.type == device.type
-        self._index = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._stored = torch.zeros(0 if self._resident else rows, *batches.examples.shape, dtype=batches.examples.stored.dtype)
-        self._stored = self._stored.to(device)
-        self._noise = torch.Generator(device)
-        with torch.no_grad():
-            example = self.preprocessing.surrogate(zeros(1, *batches.examples.shape)).z
-        self._preprocessed = zeros(rows, *example.shape[1:])
-        self._preprocessing_nll = zeros(batches.block)
-        self._block: tuple[int, int] | None = None  # which one it is
-        # Then, some steps of it:
-        self._x = torch.zeros_like(self._preprocessed[: self._graph_steps * batches.batch_size])
+        self._x = torch.zeros_like(self._block.x[: self._graph_steps * batches.batch_size])
         self._rates = zeros(self._graph_steps)
         self._generators = [torch.Generator(device) for _ in range(self._graph_steps)] if loss.draws else []
         self._history = zeros(self._graph_steps, 2 + len(loss.flow.reconstruction_names))  # loss, surrogate, errors of each step
@@ -89,50 +79,32 @@ class CapturedStep:
     def __call__(self, epoch: int, index: int, *rates: float) -> Metrics:
         size, n = self.batches.batch_size, len(rates)
         number, within = divmod(index, self.batches.block)
-        if self._block != (epoch, number):
-            self._make_block(epoch, number)
-        self._x[: n * size].copy_(self._preprocessed[within * size : (within + n) * size])
+        warm = self._taken >= WARM_UP_STEPS
+        if self._block.holds != (epoch, number):
+            self._block.make(epoch, number, warm=warm)
+        self._x[: n * size].copy_(self._block.x[within * size : (within + n) * size])
         self._rates[:n].copy_(_pinned(torch.tensor(rates), self._rates.device), non_blocking=True)
         for step, generator in enumerate(self._generators[:n], index):
             generator.manual_seed(seed_of(self.batches.seed, "probes", epoch, step))
-        self._graphs.run(f"{n} steps", lambda: self._take(n), self._generators[:n], warm=self._taken >= WARM_UP_STEPS)
+        self._graphs.run(f"{n} steps", lambda: self._take(n), self._generators[:n], warm=warm)
         self._taken += n
-        preprocessing_nll = self._preprocessing_nll[within : within + n]
+        preprocessing_nll = self._block.nll[within : within + n]
         self.losses = self._history[:n, 0] + preprocessing_nll
         return Metrics(self._history[:n, 1] + preprocessing_nll, self._history[:n, 2:].clone())
 
-    def clear_lost(self) -> None:
-        self._adam.clear_lost()
+    def unfreeze(self) -> None:
+        self._adam.unfreeze()
 
     def seconds_for_batch(self, rounds: int = 5) -> float:
         """Returns one step's share of the time to make a block of batches: the median of a few."""
         times = []
-        for number in range(rounds):
-            synchronize(self._index.device)
+        for epoch in range(rounds):
+            synchronize(self._rates.device)
             began = time.perf_counter()
-            self._make_block(number, 0)
-            synchronize(self._index.device)
+            self._block.make(epoch, 0, warm=self._taken >= WARM_UP_STEPS)
+            synchronize(self._rates.device)
             times.append(time.perf_counter() - began)
         return statistics.median(times) / min(self.batches.block, self.batches.steps_per_epoch)
-
-    def _make_block(self, epoch: int, number: int) -> None:
-        index = self.batches.index(epoch, number)
-        rows = len(index)
-        if self._resident:
-            self._index[:rows].copy_(index)
-        else:
-            self._stored[:rows].copy_(self.batches.examples.gather(index))
-        self._noise.manual_seed(self.batches.seed_of_block(epoch, number))
-        self._graphs.run(f"{rows} examples", lambda: self._prepare(rows), [self._noise], warm=self._taken >= WARM_UP_STEPS)
-        self._block = (epoch, number)
-
-    @torch.no_grad()
-    def _prepare(self, rows: int) -> None:
-        stored = self.batches.examples.stored[self._index[:rows]] if self._resident else self._stored[:rows]
-        x, log_det, _ = self.preprocessing.surrogate(self.batches.prepare(stored, self._noise))
-        self._preprocessed[:rows].copy_(x)
-        steps = rows // self.batches.batch_size
-        self._preprocessing_nll[:steps].copy_(-log_det.view(steps, -1).mean(1))
 
     def _take(self, n: int) -> None:
         for step, x in enumerate(self._x.split(self.batches.batch_size)[:n]):
@@ -152,13 +124,11 @@ class CapturedStep:
             value.backward(self._one)
         self.mark("norm of the gradient")
         factored = collector.take(wait=self._wait_for_trackers) if collector else []
-        gradients, loss = self._adam.gradients(), value.detach()
-        checks_itself = self._adam.can_check_by_kernel(gradients)
-        if not checks_itself:
-            self._adam.check(loss, gradients)
+        loss = value.detach()
+        unchecked = self._adam.check(loss)
         self.mark("Adam")
         self._wait_for_trackers()  # from here on, R and the residuals may be read
-        self._adam.begin(loss=loss if checks_itself else None, gradients=gradients if checks_itself else [])
+        self._adam.begin(unchecked)
         self._adam.update(self._rates[step], factored, branches)
         self.mark("trackers, multipliers")
         self._after_step(metrics, generator)
@@ -180,6 +150,49 @@ class CapturedStep:
         if self._trackers:
             self._tracker_branches.join()
             self._adam.raise_lost(self._residuals, self._limits)
+
+
+class _BatchBlock:
+    """A block of batches, made by one graph and already preprocessed.
+
+    x:      the preprocessed examples, one batch after another.
+    nll:    for each batch, what the preprocessing adds to its mean negative log-likelihood.
+    holds:  epoch and number of the block in memory; None before the first.
+    """
+
+    def __init__(self, batches: TrainingBatches, preprocessing: Chain, graphs: _Graphs) -> None:
+        self._batches, self._preprocessing, self._graphs = batches, preprocessing, graphs
+        examples, rows = batches.examples, batches.block * batches.batch_size
+        device = examples.device
+        self._resident = examples.stored.device.type == device.type
+        self._index = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._stored = torch.zeros(0 if self._resident else rows, *examples.shape, dtype=examples.stored.dtype, device=device)
+        self._noise = torch.Generator(device)
+        with torch.no_grad():
+            example = preprocessing.surrogate(torch.zeros(1, *examples.shape, dtype=torch.float32, device=device)).z
+        self.x = example.new_zeros(rows, *example.shape[1:])
+        self.nll = example.new_zeros(batches.block)
+        self.holds: tuple[int, int] | None = None
+
+    def make(self, epoch: int, number: int, *, warm: bool) -> None:
+        """Makes a block; warm: whether the graph may be captured."""
+        index = self._batches.index(epoch, number)
+        rows = len(index)
+        if self._resident:
+            self._index[:rows].copy_(index)
+        else:
+            self._stored[:rows].copy_(self._batches.examples.gather(index))
+        self._noise.manual_seed(self._batches.seed_of_block(epoch, number))
+        self._graphs.run(f"{rows} examples", lambda: self._prepare(rows), [self._noise], warm=warm)
+        self.holds = (epoch, number)
+
+    @torch.no_grad()
+    def _prepare(self, rows: int) -> None:
+        stored = self._batches.examples.stored[self._index[:rows]] if self._resident else self._stored[:rows]
+        x, log_det, _ = self._preprocessing.surrogate(self._batches.prepare(stored, self._noise))
+        self.x[:rows].copy_(x)
+        steps = rows // self._batches.batch_size
+        self.nll[:steps].copy_(-log_det.view(steps, -1).mean(1))
 
 
 def _shared_residuals(trackers: Sequence[InverseTracker], like: Tensor) -> Tensor:

@@ -52,7 +52,9 @@ class Checkpoint:
             flow = build_flow(self.recipe, self.shape, self.levels)
             flow.load_state_dict(self.part("loss.flow."))
         except (RuntimeError, TypeError, MemoryError, OverflowError) as error:  # the last three for absurd sizes
-            raise ValueError(f"checkpoint of {self.recipe.name}: expected the recipe's weights, got others: {error}") from None
+            raise ValueError(
+                f"checkpoint of {self.recipe.name}: expected weights that fit the recipe, got others: {error}"
+            ) from None
         return flow.eval()
 
 
@@ -94,7 +96,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         progress = dict(facts["progress"].items())
         return Checkpoint(from_mapping(facts["recipe"], str(path)), shape, levels, columns, str(facts["data"]), tensors, progress)
     except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: expected a checkpoint's facts, got damaged ones ({error})") from None
+        raise ValueError(f"{path}: expected readable checkpoint metadata, got damaged ones ({error})") from None
 
 
 def load(run_dir_or_checkpoint: str | Path) -> Flow:

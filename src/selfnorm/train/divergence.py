@@ -30,7 +30,8 @@ def diagnosis(loss: Loss, batches: TrainingBatches, epoch: int, index: int) -> s
         return f"{bad[-1]} is the first to get a non-finite gradient"
     largest = max(sizes, key=lambda name: sizes[name])
     return (
-        f"the loss is {value.item():.3g}, and the largest gradient, {sizes[largest]:.3g}, that of {largest}: its square overflows"
+        f"the loss is {value.item():.3g}; the largest gradient, {sizes[largest]:.3g}, is that of {largest}, and its square "
+        "overflows"
     )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 
 from selfnorm.models import CONV, LINEAR
+from selfnorm.runtime.checks import did_you_mean
 from selfnorm.train.recipe import (
     ArchitectureSettings,
     DataSettings,
@@ -137,9 +137,7 @@ TWINS = ("selfnorm", "tracked", "sketch", "relative", "lu")  # kinds with the sa
 def find_recipe(name: str) -> Recipe:
     """Returns the recipe of that name. Raises ValueError, which lists all names, for any other."""
     if name not in RECIPES:
-        close = difflib.get_close_matches(name, RECIPES, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ValueError(f"recipes: expected one of {', '.join(RECIPES)}, got {name!r}{hint}")
+        raise ValueError(f"recipes: expected one of {', '.join(RECIPES)}, got {name!r}{did_you_mean(name, RECIPES)}")
     return RECIPES[name]
 
 

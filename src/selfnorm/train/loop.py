@@ -277,7 +277,7 @@ class Trainer:
                 epoch, index = divmod(self.progress.step - 1, self.batches.steps_per_epoch)
                 self._diverge(f"at epoch {epoch + 1}, step {index + 1}: {error}")
                 return True
-            self._step.clear_lost()
+            self._step.unfreeze()
             return self.progress.step != reached
         if self._step.failed:
             self._step_failed()

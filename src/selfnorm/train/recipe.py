@@ -1,12 +1,11 @@
 """`Recipe`: everything that decides the outcome of a run, in groups of settings.
 
-Each setting has a path, such as "objective.reconstruction_weight", and a flat key, here "weight", which was its only name before
-there were groups. `train/settings.py` reads and writes recipes, `train/experiments.py` holds the table of them.
+Each setting has a path, such as "objective.reconstruction_weight". The last part alone is accepted as well, and so are the flat
+keys in `RENAMED`. `train/settings.py` reads and writes recipes, `train/experiments.py` holds the table of them.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, is_dataclass, replace
@@ -14,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from selfnorm.bijection import located
 from selfnorm.models import CONV, LINEAR, MIX
+from selfnorm.runtime.checks import did_you_mean
 from selfnorm.runtime.precision import Precision
 
 MODEL_KINDS: dict[str, Collection[str]] = {"fc": LINEAR, "conv": CONV, "glow": MIX}
@@ -79,7 +79,7 @@ class ObjectiveSettings:
     """The loss to minimise, and how learned inverses are kept close to the exact ones."""
 
     penalty: Literal["fixed", "geco", "mdmm"] = "fixed"
-    # λ. fixed: of the summed squared error; geco, mdmm: the initial λ, of the squared error per dimension.
+    # λ. fixed: the weight of the summed squared error; geco, mdmm: the initial weight of the squared error per dimension.
     reconstruction_weight: NonNegative = 1.0
     tolerance: NonNegative = 1e-4  # geco, mdmm: the error per dimension that is small enough
     multiplier_rate: Positive | None = None  # geco, mdmm: how fast λ moves; by default the penalty's own rate
@@ -126,7 +126,7 @@ class Recipe:
 
     `selfnorm recipes NAME` shows one, `--set key=value` changes it. `paper` says which result of the paper it reproduces.
 
-    >>> Recipe("mine").changed(epochs=20, weight=3.0).objective.reconstruction_weight
+    >>> Recipe("mine").changed(epochs=20, reconstruction_weight=3.0).objective.reconstruction_weight
     3.0
     """
 
@@ -192,9 +192,8 @@ class Recipe:
 def path_of(key: str) -> str:
     """Returns the path of a setting, given its flat key, name or path. Raises ValueError, listing all paths, for other keys."""
     if key not in _PATHS:
-        name = key.rpartition(".")[2]  # right but for its group, as in objective.weight, or misspelt
-        close = [_PATHS[name]] if name in _PATHS else difflib.get_close_matches(key, _PATHS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        name = key.rpartition(".")[2]  # may be right without its group, as in objective.weight
+        hint = f"; did you mean {_PATHS[name]}?" if name in _PATHS else did_you_mean(key, _PATHS)
         raise ValueError(f"expected one of {', '.join(SETTINGS)}, got {key!r}{hint}")
     return _PATHS[key]
 

@@ -185,7 +185,8 @@ def _resumed_run(
     # At step 0, best is written just before last. If the run was killed in between, it can simply start again.
     if folder.best.exists() and not folder.last.exists() and read_checkpoint(folder.best).progress["step"] > 0:
         raise ValueError(
-            f"{folder.last}: expected the checkpoint to resume from, got none; {folder.best.name} alone can be used, not resumed"
+            f"{folder.last}: expected the checkpoint to resume from, got none; {folder.best.name} can be "
+            "evaluated and sampled from, but not resumed"
         )
     recipe = stored.changed(folder=data_dir or stored.data.folder, on_divergence=on_divergence or stored.optimiser.on_divergence)
     dataset = dataset_of(recipe, on_progress)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from selfnorm.bijection import Chain
 from selfnorm.data.batches import TrainingBatches
 from selfnorm.objective import Loss, Metrics
-from selfnorm.train.adam import metrics_unless_frozen, update_eagerly
+from selfnorm.train.adam import check_eagerly, metrics_unless_frozen, update_eagerly
 
 
 def no_mark(begins: str, kind: str = "", backward: bool = False) -> None:
@@ -40,8 +40,8 @@ class Step(Protocol):
         """Takes the steps from `index` on, one for each learning rate; returns their metrics, one row per step."""
         ...
 
-    def clear_lost(self) -> None:
-        """Clears `lost`."""
+    def unfreeze(self) -> None:
+        """Lets weights change again, after lost inverses were recomputed; the steps that changed nothing are repeated."""
         ...
 
 
@@ -56,14 +56,13 @@ class EagerStep:
         self.preprocessing = Chain()  # the leading layers that are not part of a step; here none
         device = self._parameters[0].device
         self.failed = torch.zeros((), device=device, dtype=torch.float32)  # as Adam's switch requires
-        self._raised = torch.ones_like(self.failed)
-        self.lost = torch.zeros_like(self.failed)  # never: trackers are settled after each step
+        self.lost = torch.zeros_like(self.failed)  # never raised: `after_step` recomputes lost inverses at once
         self.losses = torch.zeros(0, device=device)
 
     def steps_per_call(self, index: int) -> int:
         return 1
 
-    def clear_lost(self) -> None:
+    def unfreeze(self) -> None:
         pass
 
     def __call__(self, epoch: int, index: int, *rates: float) -> Metrics:
@@ -77,12 +76,7 @@ class EagerStep:
         self.mark("the rest of the loss", backward=True)
         value.backward()
         self.mark("norm of the gradient")
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        # nn.utils.get_total_norm without its grouping by device and dtype, which takes as long as the norm itself.
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        if self.clip is not None:
-            nn.utils.clip_grads_with_norm_(self._parameters, self.clip, norm)
-        self.failed = torch.where(norm + value.abs() < torch.inf, self.failed, self._raised)  # false for NaN, too
+        self.failed = check_eagerly(self._parameters, value, self.clip, self.failed)
         self.mark("Adam")
         update_eagerly(self.optimizer, learning_rate, self.failed)
         self.mark("trackers, multipliers")
@@ -93,7 +87,7 @@ class EagerStep:
 
 
 def learning_rate_at(step: int, steps_per_epoch: int, epochs: int, peak: float, warmup_epochs: float, decay: float) -> float:
-    """Returns a step's learning rate: linear from 0 in the warm-up, then the peak, then linear to 0 in the last fraction `decay`."""
+    """Returns a step's learning rate: linear from 0 in the warm-up, then the peak, then linear to 0 over the last `decay`."""
     total = steps_per_epoch * epochs
     warmup = warmup_epochs * steps_per_epoch
     rising = (step + 1) / warmup if warmup else 1.0
