@@ -19,8 +19,8 @@ from selfnorm.runtime.files import write_text
 
 PAGE_HEADER = """# Results
 
-Each table was measured by the command below it. `python -m selfnorm.report.results` generates this page from `results/*.json`:
-edit those files, not this page.
+Each table was measured by the command below it. `python -m selfnorm.report.results` generates this page from `results/*.json`.
+Do not edit it: to change a table, run its command again with `--json`.
 """
 RESULT_FIELDS: dict[str, type] = {"title": str, "about": str, "columns": list, "rows": list, "provenance": dict}
 PROVENANCE_FIELDS = ("command", "commit", "machine", "date", "torch")
