@@ -179,12 +179,12 @@ def test_training_on_does_not_change_the_best_checkpoint():
     trainer = started("on_divergence=rollback")
     for index in range(3):
         trainer._step(0, index, 1e-3)
-    trainer._best = trainer._make_checkpoint()
-    before = {name: value.clone() for name, value in trainer._best.tensors.items()}
-    trainer._restore(trainer._best)
+    trainer._kept.best = trainer._make_checkpoint()
+    before = {name: value.clone() for name, value in trainer._kept.best.tensors.items()}
+    trainer._restore(trainer._kept.best)
     for index in range(3):
         trainer._step(0, index, 1e-3)
-    assert all(torch.equal(value, before[name]) for name, value in trainer._best.tensors.items())
+    assert all(torch.equal(value, before[name]) for name, value in trainer._kept.best.tensors.items())
 
 
 def test_the_epochs_record_is_the_mean_of_its_own_steps():
@@ -202,7 +202,7 @@ def test_best_is_on_disk_before_a_last_that_knows_of_it(tmp_path, monkeypatch):
     trainer = Trainer(digits(*SMALL), load_dataset("digits"), folder=RunFolder(tmp_path))
     trainer.start()
     written = []
-    monkeypatch.setattr("selfnorm.train.loop.save_checkpoint", lambda path, checkpoint: written.append(path.name))
+    monkeypatch.setattr("selfnorm.train.checkpoint.save_checkpoint", lambda path, checkpoint: written.append(path.name))
     trainer.save()
     trainer.save()
     assert written == ["best.safetensors", "last.safetensors", "last.safetensors"], "and the best only when it is a new one"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,43 @@ def read_checkpoint(path: Path) -> Checkpoint:
         return Checkpoint(from_mapping(facts["recipe"], str(path)), shape, levels, columns, str(facts["data"]), tensors, progress)
     except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: expected readable checkpoint metadata, got damaged ones ({error})") from None
+
+
+class KeptCheckpoints:
+    """The checkpoints that a run keeps, in a folder or, without one, in memory alone.
+
+    best:        that of the best validation so far, or of the start before the first one.
+    good:        that of the last validation that was not far above the best.
+    written_at:  when the last one was written, by `time.monotonic`.
+    """
+
+    def __init__(self, folder: RunFolder | None) -> None:
+        self._folder = folder
+        self._best: Checkpoint | None = None  # None until it is set, or read from the folder
+        self._best_on_disk: Checkpoint | None = None
+        self.good: Checkpoint | None = None
+        self.written_at = time.monotonic()
+
+    @property
+    def best(self) -> Checkpoint:
+        """The best checkpoint; read from the folder in a resumed run."""
+        if self._best is None:
+            assert self._folder is not None
+            self._best = self._best_on_disk = read_checkpoint(self._folder.best)
+        return self._best
+
+    @best.setter
+    def best(self, checkpoint: Checkpoint) -> None:
+        self._best = checkpoint
+
+    def write(self, last: Checkpoint) -> None:
+        """Writes the best checkpoint, if it is new, and then the last: `last` must never refer to a best that is not on disk."""
+        if self._folder:
+            if self._best is not None and self._best is not self._best_on_disk:
+                save_checkpoint(self._folder.best, self._best)
+                self._best_on_disk = self._best
+            save_checkpoint(self._folder.last, last)
+        self.written_at = time.monotonic()
 
 
 def load(run_dir_or_checkpoint: str | Path) -> Flow:

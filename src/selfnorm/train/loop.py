@@ -24,11 +24,10 @@ from selfnorm.train.build import build_flow, build_loss
 from selfnorm.train.captured import CapturedStep, can_be_captured
 from selfnorm.train.checkpoint import (
     Checkpoint,
+    KeptCheckpoints,
     detached_copies,
     optimizer_tensors,
-    read_checkpoint,
     restore_optimizer,
-    save_checkpoint,
 )
 from selfnorm.train.counters import RunProgress
 from selfnorm.train.divergence import advice, diagnosis
@@ -77,12 +76,10 @@ class Trainer:
         # Surrogate and reconstruction errors of each step of the current epoch.
         self._metrics = torch.zeros(self.batches.steps_per_epoch, 1 + len(self.flow.reconstruction_names), device=self.device)
         self._step: Step = self._make_step(self.loss, self.optimizer)
-        self._saved_at = self._clock = time.monotonic()
+        self._clock = time.monotonic()
         self._reported_at = 0.0  # so that the first step is reported at once
         self._epoch_at: float | None = None  # when the epoch began; None for one that was resumed in its middle
-        self._best: Checkpoint | None = None  # of the best validation; None until it is read from the folder
-        self._best_on_disk: Checkpoint | None = None
-        self._good: Checkpoint | None = None  # of the last validation that was not far above the best
+        self._kept = KeptCheckpoints(folder)
 
     @property
     def flow(self) -> Flow:
@@ -99,13 +96,13 @@ class Trainer:
         optimiser = self.recipe.optimiser
         with cpu_threads(optimiser.threads):
             self.flow.initialize(self.train.random_examples(optimiser.init_examples or optimiser.batch_size, optimiser.seed))
-        self._best = self._good = self._make_checkpoint()
+        self._kept.best = self._kept.good = self._make_checkpoint()
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Continues from a checkpoint of the same recipe."""
         self._restore(checkpoint)
         just_validated = self.progress.validated == self.progress.step and self.progress.worse == 0
-        self._good = checkpoint if just_validated else self.best()
+        self._kept.good = checkpoint if just_validated else self.best()
         if self.folder:
             self.folder.rewind_log(self.progress.log_length)
 
@@ -131,8 +128,8 @@ class Trainer:
             self.save()
             stop.check()
         except DivergedError:
-            assert self._good is not None
-            self._write(self._good)
+            assert self._kept.good is not None
+            self._kept.write(self._kept.good)
             raise
         finally:
             if self.folder:
@@ -140,30 +137,19 @@ class Trainer:
 
     def best(self) -> Checkpoint:
         """Returns the checkpoint of the best validation so far, or of the start before the first one."""
-        if self._best is None:
-            assert self.folder is not None
-            self._best = self._best_on_disk = read_checkpoint(self.folder.best)
-        return self._best
+        return self._kept.best
 
     def save(self) -> None:
         """Writes checkpoints of the best and of the present state."""
         self._handle_flags()
-        self._write(self._make_checkpoint())
-
-    def _write(self, last: Checkpoint) -> None:
-        # The best one first: `last` must never refer to a best that is not on disk.
-        if self.folder:
-            if self._best is not None and self._best is not self._best_on_disk:
-                save_checkpoint(self.folder.best, self._best)
-                self._best_on_disk = self._best
-            save_checkpoint(self.folder.last, last)
-        self._saved_at = time.monotonic()
+        self._kept.write(self._make_checkpoint())
 
     def _loop(self, stop: StopRequests) -> Iterator[None]:
-        recipe, progress = self.recipe, self.progress
+        recipe = self.recipe
         if self.folder and not self.folder.last.exists():
             self.save()
         while True:
+            progress = self.progress  # validations and rollbacks replace it
             epoch, index = divmod(progress.step, self.batches.steps_per_epoch)
             due = epoch % recipe.evaluation.validate_every == 0 or epoch == recipe.optimiser.epochs
             if index == 0 and due and progress.validated != progress.step:
@@ -196,7 +182,7 @@ class Trainer:
             if now - self._reported_at > 0.2:
                 self._reported_at = now
                 self.report({"kind": "step", "step": progress.step, "total": self.total})
-            if self.folder and now - self._saved_at > self._save_every:
+            if self.folder and now - self._kept.written_at > self._save_every:
                 self.save()
             stop.check()
             yield
@@ -231,7 +217,7 @@ class Trainer:
         if after.diverged and patience and self._overfits(stop):
             after.stale, after.worse = max(after.stale, patience), 0  # overfitting: stop early instead
         # No interruption from here on: a validation counts completely or not at all.
-        self.progress.__dict__.update(after.__dict__)
+        self.progress = after
         self._log(
             "validation",
             epoch=self.epoch,
@@ -247,9 +233,9 @@ class Trainer:
                 f"the exact validation NLL is {found.nll:.1f} nats at epoch {epoch}, and was {best:.1f} at epoch {then}"
             )
         elif self.progress.worse == 0:
-            self._good = self._make_checkpoint()
+            self._kept.good = self._make_checkpoint()
             if self.progress.stale == 0:
-                self._best = self._good
+                self._kept.best = self._kept.good
 
     def _likelihood(self, flow: Flow, examples: Examples, stop: StopRequests) -> Likelihood:
         size, seed = self.recipe.evaluation.batch_size, self.recipe.optimiser.seed
@@ -292,20 +278,19 @@ class Trainer:
 
     def _diverge(self, reason: str) -> None:
         """Rolls back to the best checkpoint with ten times the λ, or raises `DivergedError` if that is not possible."""
-        progress, weight = self.progress, self.loss.penalty.reconstruction_weight.clone()
-        if self.recipe.optimiser.on_divergence == "stop" or progress.rollbacks >= MAX_ROLLBACKS or not (weight > 0).any():
-            raise DivergedError(f"{self.recipe.name} diverged: {reason}. {advice(self.loss, self.progress.rollbacks)}")
-        rollbacks, seconds = progress.rollbacks + 1, progress.seconds
+        before, weight = self.progress, self.loss.penalty.reconstruction_weight.clone()
+        if self.recipe.optimiser.on_divergence == "stop" or before.rollbacks >= MAX_ROLLBACKS or not (weight > 0).any():
+            raise DivergedError(f"{self.recipe.name} diverged: {reason}. {advice(self.loss, before.rollbacks)}")
         self._restore(self.best())
-        progress.rollbacks, progress.seconds = rollbacks, seconds
+        self.progress.rollbacks, self.progress.seconds = before.rollbacks + 1, before.seconds
         # Ten times the λ that failed, not that of the best checkpoint: each rollback must go further than the one before.
         self.loss.penalty.reconstruction_weight.copy_(weight)
         self.loss.penalty.raise_weight(10.0)
         raised = self.loss.penalty.reconstruction_weight.tolist()
         self._log("rollback", epoch=self.epoch, reconstruction_weight=raised, reason=reason)
         # At once, so that a kill cannot leave a `best` from after the rollback next to a `last` from before it.
-        self._good = self._make_checkpoint()
-        self._write(self._good)
+        self._kept.good = self._make_checkpoint()
+        self._kept.write(self._kept.good)
 
     def _log(self, kind: str, **facts: Any) -> None:
         now = time.monotonic()
@@ -345,6 +330,6 @@ class Trainer:
             self._metrics[: len(known)] = known.to(self.device)
         except (TypeError, KeyError, ValueError, RuntimeError) as error:
             raise ValueError(f"{self.recipe.name}: expected a checkpoint of this recipe, got a different one ({error})") from None
-        self.progress.__dict__.update(progress.__dict__)
+        self.progress = progress
         self._epoch_at = None
         self._step = self._make_step(self.loss, self.optimizer)

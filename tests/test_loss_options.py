@@ -1,4 +1,4 @@
-"""What a loss does to hold its learned inverses, symmetric reconstruction and polish, and to do without their bias."""
+"""Options of a loss: symmetric reconstruction and polish, which keep learned inverses accurate, and debiasing."""
 
 import math
 
