@@ -6,6 +6,7 @@
     coupling     Glow's coupling network as matrix products
     elementwise  activations, ActNorm and splines
     objective    the training loss
+    tiles        tiles of a matrix
     numerics     arithmetic that kernels share
 
 A module holds the kernels, their launchers and the autograd function that calls them. Most import Triton, so layers import them

@@ -37,6 +37,7 @@ from selfnorm.kernels.dense.gradient import (
     with_free_layout,
 )
 from selfnorm.kernels.dispatch import input_precision
+from selfnorm.kernels.tiles import matrix_tile, tile_offsets
 from selfnorm.runtime.collector import AdamArguments, Moments
 
 # Up to this many gradients, with this many numbers in all, one program checks as fast as many would.
@@ -211,12 +212,8 @@ def _pair_kernel(
     LOG2: tl.constexpr, EPSILON: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     STEPS: tl.constexpr, SUMS: tl.constexpr, ROUNDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    at = rows[:, None].to(tl.int64) * features + columns[None, :]
-    inside = (rows[:, None] < features) & (columns[None, :] < features)
-    across = columns[:, None].to(tl.int64) * features + rows[None, :]
-    valid = (columns[:, None] < features) & (rows[None, :] < features)
+    rows, columns, at, inside = matrix_tile(features, features, ROWS, COLUMNS)
+    across, valid = tile_offsets(columns, rows, features, features)
     gradient_w = factor_product(towards_w, x, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
     # R's as ∂Rᵀ = zᵀ towards_r − s·W, whose tile has the shape of W's.
     gradient_r = factor_product(z, towards_r, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
@@ -248,10 +245,7 @@ def _single_kernel(
     EPSILON: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr,
     SUMS: tl.constexpr, ROUNDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    at = rows[:, None].to(tl.int64) * features + columns[None, :]
-    inside = (rows[:, None] < features) & (columns[None, :] < features)
+    rows, columns, at, inside = matrix_tile(features, features, ROWS, COLUMNS)
     value = tl.load(W + at, mask=inside, other=0.0)
     m = tl.load(average + at, mask=inside, other=0.0)
     v = tl.load(square + at, mask=inside, other=0.0)

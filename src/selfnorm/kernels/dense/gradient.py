@@ -16,6 +16,7 @@ from torch import Tensor
 
 from selfnorm.kernels.dispatch import input_precision
 from selfnorm.kernels.numerics import correct_truncation
+from selfnorm.kernels.tiles import matrix_tile, tile_offsets
 
 MAX_FACTORED_EXAMPLES = 512
 
@@ -105,8 +106,7 @@ def with_free_layout(tile):
 def addend_tile(addend, rows, columns, at, inside, features, TRANSPOSED: tl.constexpr):
     """The tile of M with these rows and columns, or of Mᵀ."""
     if TRANSPOSED:
-        across = columns[:, None].to(tl.int64) * features + rows[None, :]
-        valid = (columns[:, None] < features) & (rows[None, :] < features)
+        across, valid = tile_offsets(columns, rows, features, features)
         tile = tl.trans(tl.load(addend + across, mask=valid, other=0.0))
     else:
         tile = tl.load(addend + at, mask=inside, other=0.0)
@@ -119,10 +119,7 @@ def _gradient_kernel(
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, SUMS: tl.constexpr, ROUNDS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    at = rows[:, None].to(tl.int64) * features + columns[None, :]
-    inside = (rows[:, None] < features) & (columns[None, :] < features)
+    rows, columns, at, inside = matrix_tile(features, features, ROWS, COLUMNS)
     tile = addend_tile(addend, rows, columns, at, inside, features, TRANSPOSED)
     tile *= factor * summed(scale, count, stride, SUMS, ROUNDS)
     if STEPS > 0:

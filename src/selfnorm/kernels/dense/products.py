@@ -26,6 +26,7 @@ from torch import Tensor
 
 from selfnorm.kernels.dispatch import input_precision
 from selfnorm.kernels.numerics import correct_truncation
+from selfnorm.kernels.tiles import matrix_tile
 
 WHOLE, PART, REST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # which part of a product a launch computes
 
@@ -148,15 +149,6 @@ def _launch(kernel: Any, products: int, by: ProductTiles, like: Tensor, argument
 
 
 @triton.jit
-def _place(ROWS: tl.constexpr, COLUMNS: tl.constexpr, examples, features):
-    """The program's rows and columns, the offsets of its tile in an (N, D) matrix, and which of them are inside."""
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    at = rows[:, None].to(tl.int64) * features + columns[None, :]
-    return rows, columns, at, (rows[:, None] < examples) & (columns[None, :] < features)
-
-
-@triton.jit
 def _tile_of_product(
     a, matrix, partial, which, rows, columns, at, inside, examples, features, TRANSPOSED: tl.constexpr,
     STAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr,
@@ -198,7 +190,7 @@ def _affine_kernel(
     STAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    rows, columns, at, inside = _place(ROWS, COLUMNS, examples, features)
+    rows, columns, at, inside = matrix_tile(examples, features, ROWS, COLUMNS)
     product = _tile_of_product(
         x, W, partial, 0, rows, columns, at, inside, examples, features, True,
         STAGE, ROWS, COLUMNS, DEPTH, STEPS, SPLIT, PRECISION,
@@ -217,7 +209,7 @@ def _reconstruct_kernel(
     z, R, x, error, sums, partial, examples, features, STAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    rows, columns, at, inside = _place(ROWS, COLUMNS, examples, features)
+    rows, columns, at, inside = matrix_tile(examples, features, ROWS, COLUMNS)
     product = _tile_of_product(
         z, R, partial, 0, rows, columns, at, inside, examples, features, True,
         STAGE, ROWS, COLUMNS, DEPTH, STEPS, SPLIT, PRECISION,
@@ -242,7 +234,7 @@ def _pull_back_kernel(
     BATCHES: tl.constexpr, STAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     STEPS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    rows, columns, at, inside = _place(ROWS, COLUMNS, examples, features)
+    rows, columns, at, inside = matrix_tile(examples, features, ROWS, COLUMNS)
     which = tl.program_id(2) // SPLIT if STAGE == PART else tl.program_id(2)
     if which == 0:
         product = _tile_of_product(
@@ -280,7 +272,7 @@ def _times_kernel(
     a, A, b, B, aA, bB, partial, examples, features, STAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    rows, columns, at, inside = _place(ROWS, COLUMNS, examples, features)
+    rows, columns, at, inside = matrix_tile(examples, features, ROWS, COLUMNS)
     which = tl.program_id(2) // SPLIT if STAGE == PART else tl.program_id(2)
     if which == 0:
         product = _tile_of_product(
