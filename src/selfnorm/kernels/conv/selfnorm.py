@@ -15,6 +15,7 @@ from selfnorm.kernels.conv.tiles import (
     correlate,
     image_constants,
     image_sum_tiles,
+    image_tile,
     image_tiles,
     sum_of_values,
     tap_offset,
@@ -113,9 +114,7 @@ def _selfnorm_conv_forward(
     image = n.to(tl.int64) * (C * H * W)
     out = tl.arange(0, OUT)
     for start in range(0, H * W, PIXELS):
-        pixel = start + tl.arange(0, PIXELS)
-        valid = (out < C)[:, None] & (pixel < H * W)[None, :]
-        places = image + (out * (H * W))[:, None] + pixel[None, :]
+        pixel, places, valid = image_tile(image, start, out, C, H, W, PIXELS)
         z = convolved(x_ptr + image, w_ptr, None, pixel, out, C, H, W, KH, KW, PIXELS, OUT, WIDTH, DEPTH, False, PRECISION)
         tl.store(z_ptr + places, z, mask=valid)
         if bias_ptr is not None:
@@ -123,9 +122,7 @@ def _selfnorm_conv_forward(
     tl.debug_barrier()
     squares = tl.zeros((OUT, PIXELS), tl.float32)
     for start in range(0, H * W, PIXELS):
-        pixel = start + tl.arange(0, PIXELS)
-        valid = (out < C)[:, None] & (pixel < H * W)[None, :]
-        places = image + (out * (H * W))[:, None] + pixel[None, :]
+        pixel, places, valid = image_tile(image, start, out, C, H, W, PIXELS)
         back = convolved(z_ptr + image, r_ptr, None, pixel, out, C, H, W, RH, RW, PIXELS, OUT, WIDTH, DEPTH, False, PRECISION)
         error = tl.where(valid, back - tl.load(x_ptr + places, mask=valid, other=0.0), 0.0)
         tl.store(error_ptr + places, error, mask=valid)
@@ -146,9 +143,7 @@ def _selfnorm_conv_backward(
     n = tl.program_id(0) // BLOCKS
     image = n.to(tl.int64) * (C * H * W)
     out = tl.arange(0, OUT)
-    pixel = tl.program_id(0) % BLOCKS * PIXELS + tl.arange(0, PIXELS)
-    valid = (out < C)[:, None] & (pixel < H * W)[None, :]
-    places = image + (out * (H * W))[:, None] + pixel[None, :]
+    pixel, places, valid = image_tile(image, tl.program_id(0) % BLOCKS * PIXELS, out, C, H, W, PIXELS)
     partial = partial_ptr + tl.program_id(0).to(tl.int64) * (W_NUMEL + R_NUMEL + C)
     twice = 2 * tl.load(grad_squares_ptr + n)
     if tl.program_id(1) == 0:

@@ -26,6 +26,7 @@ from selfnorm.kernels.conv.tiles import (
     column_sums,
     convolved,
     image_constants,
+    image_tile,
     image_tiles,
     kernel_entries,
     kernel_sides,
@@ -129,9 +130,7 @@ def _series_forward(
         tl.debug_barrier()
         kept = kept_ptr + (i - 1) * tl.cast(numel, tl.int64)
         for start in range(0, H * W, PIXELS):
-            pixel = start + tl.arange(0, PIXELS)
-            valid = (out < C)[:, None] & (pixel < H * W)[None, :]
-            places = image + (out * (H * W))[:, None] + pixel[None, :]
+            pixel, places, valid = image_tile(image, start, out, C, H, W, PIXELS)
             term = convolved(source, kernel_ptr, None, pixel, out, C, H, W, KH, KW, PIXELS, OUT, WIDTH, DEPTH, False, PRECISION)
             term = term / i
             tl.store(kept + places, term, mask=valid & (i < TERMS))
@@ -171,9 +170,7 @@ def _series_backward(
             target = scaled_ptr + (i - 2) * tl.cast(numel, tl.int64)
         tl.debug_barrier()
         for start in range(0, H * W, PIXELS):
-            pixel = start + tl.arange(0, PIXELS)
-            valid = (out < C)[:, None] & (pixel < H * W)[None, :]
-            places = image + (out * (H * W))[:, None] + pixel[None, :]
+            pixel, places, valid = image_tile(image, start, out, C, H, W, PIXELS)
             grad = convolved(
                 source + image, kernel_ptr, None, pixel, out, C, H, W, KH, KW, PIXELS, OUT, WIDTH, DEPTH, True, PRECISION
             )

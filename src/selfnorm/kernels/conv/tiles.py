@@ -115,6 +115,17 @@ def batch_tile(tile, pixels, out, C: tl.constexpr, H: tl.constexpr, W: tl.conste
 
 
 @triton.jit
+def image_tile(image, start, out, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, PIXELS: tl.constexpr):
+    """The pixels of an image from `start` on, and the offsets of all their channels if the image begins at the offset `image`.
+
+    Also a mask (OUT, PIXELS) of the offsets that exist.
+    """
+    pixel = start + tl.arange(0, PIXELS)
+    valid = (out < C)[:, None] & (pixel < H * W)[None, :]
+    return pixel, image + (out * (H * W))[:, None] + pixel[None, :], valid
+
+
+@triton.jit
 def tap_offset(tap, KH: tl.constexpr, KW: tl.constexpr, BELOW: tl.constexpr = 8192):
     """How many rows below and columns to the right of its pixel a tap < BELOW reads."""
     down, right = quotient_and_remainder(tap, KW, BELOW)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from selfnorm.kernels.conv.convolution import conv_backward, conv_forward
-from selfnorm.kernels.conv.tiles import convolved, image_constants, image_tiles, tap_offset
+from selfnorm.kernels.conv.tiles import convolved, image_constants, image_tile, image_tiles, tap_offset
 from selfnorm.kernels.dense.tracking import index_type
 from selfnorm.kernels.dispatch import allows_tf32
 from selfnorm.kernels.numerics import quotient_and_remainder
@@ -91,9 +91,7 @@ def _convolution_error_kernel(
     out = tl.arange(0, OUT)
     total = tl.zeros((OUT, PIXELS), tl.float32)
     for start in range(0, H * W, PIXELS):
-        pixel = start + tl.arange(0, PIXELS)
-        valid = (out < C)[:, None] & (pixel < H * W)[None, :]
-        places = (out * (H * W))[:, None] + pixel[None, :]
+        pixel, places, valid = image_tile(0, start, out, C, H, W, PIXELS)
         product = convolved(images + image, kernel, None, pixel, out, C, H, W, KH, KW, PIXELS, OUT, WIDTH, DEPTH, True, PRECISION)
         off = tl.where(valid, tl.where(places == n, 1.0, 0.0) - product, 0.0)
         tl.store(error + image + places, off, mask=valid)
