@@ -28,11 +28,11 @@ from selfnorm.kernels.conv.tiles import (
     kernel_sides,
     patches,
     share_tiles,
-    sum_of_values,
     unrolled,
 )
 from selfnorm.kernels.dense.small_determinants import repeated_slogdet
 from selfnorm.kernels.numerics import correct_truncation
+from selfnorm.kernels.vectors import fill_vector, vector_sum
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
 from selfnorm.runtime.context import current_step
 
@@ -150,9 +150,7 @@ def _conv_forward(
         if tl.program_id(0) == 0:
             diagonal = tl.load(kernel_ptr + out * ((C + 1) * KH * KW) + KH * KW // 2, mask=out < C, other=1.0)
             log_det = H * W * tl.sum(tl.log(tl.abs(diagonal)), axis=0)
-            for start in range(0, examples, 128):
-                n = start + tl.arange(0, 128)
-                tl.store(log_det_ptr + n, tl.zeros((128,), tl.float32) + log_det, mask=n < examples)
+            fill_vector(log_det_ptr, examples, log_det)
 
 
 @triton.jit
@@ -211,7 +209,7 @@ def _conv_finish(
     of_kernel = column < C * C * TAPS
     tl.store(grad_b_ptr + column - C * C * TAPS, total, mask=(column >= C * C * TAPS) & (column < C * C * TAPS + C))
     if grad_log_det_ptr is not None:
-        weight = H * W * sum_of_values(grad_log_det_ptr, examples, ROWS, EXAMPLE_STEPS)
+        weight = H * W * vector_sum(grad_log_det_ptr, examples, 1, ROWS, EXAMPLE_STEPS)
         if inverse_ptr is not None:
             total += weight * tl.load(inverse_ptr + column, mask=of_kernel, other=0.0)
         else:

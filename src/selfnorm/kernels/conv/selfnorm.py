@@ -17,9 +17,9 @@ from selfnorm.kernels.conv.tiles import (
     image_sum_tiles,
     image_tile,
     image_tiles,
-    sum_of_values,
     tap_offset,
 )
+from selfnorm.kernels.vectors import vector_sum
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
 
 
@@ -191,7 +191,7 @@ def _selfnorm_conv_finish(
     R_NUMEL: tl.constexpr = C * C * RH * RW
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = column_sums(partial_ptr, column, W_NUMEL + R_NUMEL + C, rows, ROWS, STEPS, COLUMNS)
-    half = sum_of_values(grad_log_det_ptr, n, ROWS, STEPS) / 2
+    half = vector_sum(grad_log_det_ptr, n, 1, ROWS, STEPS) / 2
     of_w = column < W_NUMEL
     tl.store(grad_w_ptr + column, total + half * _flip_times_count(r_ptr, column, of_w, C, H, W, KH, KW, RH, RW), mask=of_w)
     at = column - W_NUMEL

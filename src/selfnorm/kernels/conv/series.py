@@ -32,10 +32,10 @@ from selfnorm.kernels.conv.tiles import (
     kernel_sides,
     patches,
     share_tiles,
-    sum_of_values,
     unrolled,
 )
 from selfnorm.kernels.numerics import correct_truncation
+from selfnorm.kernels.vectors import vector_sum
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
 
 
@@ -229,5 +229,5 @@ def _series_finish(
     total = column_sums(partial_ptr, column, C * C * TAPS + C, rows, ROWS, STEPS, COLUMNS)
     tl.store(grad_b_ptr + column - C * C * TAPS, total, mask=(column >= C * C * TAPS) & (column < C * C * TAPS + C))
     diagonal = (column % TAPS == TAPS // 2) & (column // (C * TAPS) == column // TAPS % C)
-    total += tl.where(diagonal, H * W * sum_of_values(grad_log_det_ptr, examples, ROWS, EXAMPLE_STEPS), 0.0)
+    total += tl.where(diagonal, H * W * vector_sum(grad_log_det_ptr, examples, 1, ROWS, EXAMPLE_STEPS), 0.0)
     tl.store(grad_k_ptr + column, total, mask=column < C * C * TAPS)

@@ -214,13 +214,3 @@ def column_sums(partial, columns, width, rows, ROWS: tl.constexpr, STEPS: tl.con
         offsets = row.to(tl.int64)[:, None] * width + columns[None, :]
         total += tl.load(partial + offsets, mask=(row < rows)[:, None] & (columns < width)[None, :], other=0.0)
     return tl.sum(total, axis=0)
-
-
-@triton.jit
-def sum_of_values(values, n, ROWS: tl.constexpr, STEPS: tl.constexpr):
-    """The sum of n ≤ ROWS·STEPS values."""
-    total = tl.zeros((ROWS,), tl.float32)
-    for step in range(STEPS):
-        at = step * ROWS + tl.arange(0, ROWS)
-        total += tl.load(values + at, mask=at < n, other=0.0)
-    return tl.sum(total, axis=0)

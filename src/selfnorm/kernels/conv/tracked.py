@@ -23,6 +23,7 @@ from selfnorm.kernels.conv.tiles import convolved, image_constants, image_tile, 
 from selfnorm.kernels.dense.tracking import index_type
 from selfnorm.kernels.dispatch import allows_tf32
 from selfnorm.kernels.numerics import quotient_and_remainder
+from selfnorm.kernels.vectors import fill_vector
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
 from selfnorm.runtime.context import current_step
 
@@ -125,6 +126,4 @@ def _tap_means_kernel(
         mean = tl.load(R + i * C + o, mask=valid, other=0.0)
     tl.store(means + column, mean, mask=valid)
     if tl.program_id(0) == 0:
-        for start in range(0, examples, 128):
-            n = start + tl.arange(0, 128)
-            tl.store(zeros + n, tl.zeros((128,), tl.float32), mask=n < examples)
+        fill_vector(zeros, examples, 0.0)

@@ -32,12 +32,11 @@ from selfnorm.kernels.dense.gradient import (
     addend_tile,
     factor_product,
     gradient_from_factors,
-    sum_blocks,
-    summed,
     with_free_layout,
 )
 from selfnorm.kernels.dispatch import input_precision
 from selfnorm.kernels.tiles import matrix_tile, tile_offsets
+from selfnorm.kernels.vectors import sum_blocks, vector_sum
 from selfnorm.runtime.collector import AdamArguments, Moments
 
 # Up to this many gradients, with this many numbers in all, one program checks as fast as many would.
@@ -217,7 +216,7 @@ def _pair_kernel(
     gradient_w = factor_product(towards_w, x, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
     # R's as ∂Rᵀ = zᵀ towards_r − s·W, whose tile has the shape of W's.
     gradient_r = factor_product(z, towards_r, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
-    half = factor * summed(scale, count, stride, SUMS, ROUNDS)
+    half = factor * vector_sum(scale, count, stride, SUMS, ROUNDS)
     value_r = tl.load(R + across, mask=valid, other=0.0)
     value_w = tl.load(W + at, mask=inside, other=0.0)
     m_w = tl.load(W_average + at, mask=inside, other=0.0)
@@ -253,7 +252,7 @@ def _single_kernel(
         gradient = factor_product(a, b, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
     term = addend_tile(addend, rows, columns, at, inside, features, TRANSPOSED)
     if STEPS > 0:
-        gradient = with_free_layout(gradient) + factor * summed(scale, count, stride, SUMS, ROUNDS) * term
+        gradient = with_free_layout(gradient) + factor * vector_sum(scale, count, stride, SUMS, ROUNDS) * term
     else:
         gradient = term
     size, root = _corrections(number, rate, LOG1, LOG2)

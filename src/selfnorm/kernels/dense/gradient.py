@@ -17,6 +17,7 @@ from torch import Tensor
 from selfnorm.kernels.dispatch import input_precision
 from selfnorm.kernels.numerics import correct_truncation
 from selfnorm.kernels.tiles import matrix_tile, tile_offsets
+from selfnorm.kernels.vectors import sum_blocks, vector_sum
 
 MAX_FACTORED_EXAMPLES = 512
 
@@ -63,21 +64,6 @@ def gradient_from_factors(
     return out if fused else out.addmm_(a.mT, b)
 
 
-def sum_blocks(count: int) -> tuple[int, int]:
-    """The size and the number of blocks in which a kernel sums `count` numbers."""
-    block = min(triton.next_power_of_2(count), 1024)
-    return block, triton.cdiv(count, block)
-
-
-@triton.jit
-def summed(values, count, stride, SUMS: tl.constexpr, ROUNDS: tl.constexpr):
-    total = tl.zeros((SUMS,), tl.float32)
-    for turn in range(ROUNDS):
-        places = turn * SUMS + tl.arange(0, SUMS)
-        total += tl.load(values + places.to(tl.int64) * stride, mask=places < count, other=0.0)
-    return tl.sum(total)
-
-
 @triton.jit
 def factor_product(
     a, b, rows, columns, examples, features, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr,
@@ -121,7 +107,7 @@ def _gradient_kernel(
 ):  # fmt: skip
     rows, columns, at, inside = matrix_tile(features, features, ROWS, COLUMNS)
     tile = addend_tile(addend, rows, columns, at, inside, features, TRANSPOSED)
-    tile *= factor * summed(scale, count, stride, SUMS, ROUNDS)
+    tile *= factor * vector_sum(scale, count, stride, SUMS, ROUNDS)
     if STEPS > 0:
         tile += with_free_layout(factor_product(a, b, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION))
     tl.store(out + at, tile, mask=inside)

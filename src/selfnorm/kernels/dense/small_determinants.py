@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from selfnorm.kernels.vectors import fill_vector
 from selfnorm.runtime.autograd import refuse_second_derivative
 
 MAX_MATRIX_ROWS = 64
@@ -93,6 +94,4 @@ def _exchange(matrix_ptr, logabsdet_ptr, inverse_ptr, copies, examples, C: tl.co
         pivoted = tl.where(column == j, p, pivoted)
         total = tl.where(total > float("-inf"), total + tl.log(tl.abs(pivot)), total)  # −∞ stays
     tl.store(inverse_ptr + start + pivoted * C + solved, m, mask=valid)
-    for first in range(0, examples, 128):
-        example = first + tl.arange(0, 128)
-        tl.store(logabsdet_ptr + n * examples + example, tl.zeros((128,), tl.float32) + copies * total, mask=example < examples)
+    fill_vector(logabsdet_ptr + n * examples, examples, copies * total)
