@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class ProductTiles(NamedTuple):
+    """A program computes rows × columns of a product, `depth` terms of the sum at a time, in `stages` of a pipeline."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
 
 
 @triton.jit

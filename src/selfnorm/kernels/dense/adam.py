@@ -28,20 +28,19 @@ from torch import Tensor
 
 from selfnorm.kernels.dense.gradient import (
     MAX_FACTORED_EXAMPLES,
-    GradientTiles,
     addend_tile,
     factor_product,
     gradient_from_factors,
     with_free_layout,
 )
 from selfnorm.kernels.dispatch import input_precision
-from selfnorm.kernels.tiles import matrix_tile, tile_offsets
+from selfnorm.kernels.tiles import ProductTiles, matrix_tile, tile_offsets
 from selfnorm.kernels.vectors import sum_blocks, vector_sum
 from selfnorm.runtime.collector import AdamArguments, Moments
 
 # Up to this many gradients, with this many numbers in all, one program checks as fast as many would.
 FEW_GRADIENTS, FEW_NUMBERS, BLOCK = 8, 2**16, 1024
-TILES = GradientTiles(rows=32, columns=32, depth=64, warps=4, stages=3)  # of W that a program updates
+TILES = ProductTiles(rows=32, columns=32, depth=64, warps=4, stages=3)  # of W that a program updates
 
 
 def adam_pair(
@@ -56,7 +55,7 @@ def adam_pair(
     factor: float,
     adam: AdamArguments,
     *,
-    by: GradientTiles | None = None,
+    by: ProductTiles | None = None,
 ) -> None:
     """Updates W and R (D, D), contiguous, in place. The factors are (N, D), scale (N,) or a scalar."""
     examples, features = x.shape
@@ -88,7 +87,7 @@ def adam_single(
     factor: float,
     adam: AdamArguments,
     *,
-    by: GradientTiles | None = None,
+    by: ProductTiles | None = None,
 ) -> None:
     """Updates W (D, D) by the gradient aᵀb + s·M, with a and b (N, D) and M the addend (D, D), transposed or not."""
     if len(a) > MAX_FACTORED_EXAMPLES and by is None:
@@ -105,7 +104,7 @@ def adam_dense(W: Tensor, state: Moments, grad: Tensor, adam: AdamArguments) -> 
 
 def _single(
     W: Tensor, state: Moments, a: Tensor, b: Tensor, addend: Tensor, addend_transposed: bool, scale: Tensor, factor: float,
-    adam: AdamArguments, by: GradientTiles,
+    adam: AdamArguments, by: ProductTiles,
 ) -> None:  # fmt: skip
     examples, features = a.shape
     _expect_contiguous(W, *state)

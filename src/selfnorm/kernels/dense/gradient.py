@@ -7,8 +7,6 @@ kernels of `adam` are made of the same pieces.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -16,28 +14,18 @@ from torch import Tensor
 
 from selfnorm.kernels.dispatch import input_precision
 from selfnorm.kernels.numerics import correct_truncation
-from selfnorm.kernels.tiles import matrix_tile, tile_offsets
+from selfnorm.kernels.tiles import ProductTiles, matrix_tile, tile_offsets
 from selfnorm.kernels.vectors import sum_blocks, vector_sum
 
 MAX_FACTORED_EXAMPLES = 512
 
 
-class GradientTiles(NamedTuple):
-    """A program computes rows × columns of a matrix, `depth` examples at a time."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
-def gradient_tiles(features: int) -> GradientTiles:
+def gradient_tiles(features: int) -> ProductTiles:
     """The fastest tiles, or nearly so, of several on one H200. With 64 rows Triton uses other units and takes three times as
     long."""
     if features <= 512:
-        return GradientTiles(rows=32, columns=32, depth=64, warps=4, stages=3)
-    return GradientTiles(rows=32, columns=128, depth=32, warps=4, stages=3)
+        return ProductTiles(rows=32, columns=32, depth=64, warps=4, stages=3)
+    return ProductTiles(rows=32, columns=128, depth=32, warps=4, stages=3)
 
 
 def gradient_from_factors(
@@ -48,7 +36,7 @@ def gradient_from_factors(
     scale: Tensor,
     factor: float,
     *,
-    by: GradientTiles | None = None,
+    by: ProductTiles | None = None,
 ) -> Tensor:
     """aᵀb + s·M with M the addend, transposed or not."""
     examples, features = a.shape
