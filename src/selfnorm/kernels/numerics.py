@@ -1,4 +1,4 @@
-"""Arithmetic that kernels share: division of small integers, and a correction for TF32's truncation.
+"""Arithmetic that kernels share: the size and division of integers, and a correction for TF32's truncation.
 
 Division. LLVM divides numbers that it knows to be small in 16 bits, two to a register, together with everything that depends on
 them. NVIDIA's assemblers 12.8 (the one in Triton 3.6 and 3.7), 12.9 and 13.0 get some of these sums wrong; 13.4 does not. If
@@ -18,6 +18,11 @@ import triton
 import triton.language as tl
 
 TRUNCATION_CORRECTION = tl.constexpr(1 + 2 * 2**-12 / 0.6931471805599453)
+
+
+def index_type(numel: int) -> tl.dtype:
+    """The integer type that can index this many numbers and a tile more: 64 bits only if needed, since their division is slow."""
+    return tl.int64 if numel > 2**30 else tl.int32
 
 
 @triton.constexpr_function

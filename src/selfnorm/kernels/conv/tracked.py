@@ -20,9 +20,8 @@ from torch import Tensor
 
 from selfnorm.kernels.conv.convolution import conv_backward, conv_forward
 from selfnorm.kernels.conv.tiles import convolved, image_constants, image_tile, image_tiles, tap_offset
-from selfnorm.kernels.dense.tracking import index_type
 from selfnorm.kernels.dispatch import allows_tf32
-from selfnorm.kernels.numerics import quotient_and_remainder
+from selfnorm.kernels.numerics import index_type, quotient_and_remainder
 from selfnorm.kernels.vectors import fill_vector
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
 from selfnorm.runtime.context import current_step

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from selfnorm.kernels.dispatch import usable
 from selfnorm.linalg.iterations import transposed
-from selfnorm.runtime.collector import AdamArguments, Moments
+from selfnorm.runtime.collector import AdamArguments, FactoredGradient, GradientCollector, Moments
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,14 @@ class SingleGradient:
         from selfnorm.kernels.dense.adam import adam_single
 
         adam_single(self.W, moments[0], self.a, self.b, self.addend, self.addend_transposed, self.scale, 1.0, adam)
+
+
+def collected_or_multiplied(gradient: FactoredGradient, collector: GradientCollector | None) -> Sequence[Tensor | None]:
+    """Returns the gradient of each parameter, or None for each if there is a collector, which takes the factors instead."""
+    if collector is None:
+        return gradient.multiplied()
+    collector.append(gradient)
+    return [None] * len(gradient.parameters)
 
 
 def _multiplied(a: Tensor, b: Tensor, addend: Tensor, addend_transposed: bool, scale: Tensor, factor: float) -> Tensor:

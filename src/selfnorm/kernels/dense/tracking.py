@@ -22,9 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfnorm.kernels.dense.factored import SingleGradient
+from selfnorm.kernels.dense.bias import bias_gradient
+from selfnorm.kernels.dense.factored import SingleGradient, collected_or_multiplied
 from selfnorm.kernels.dense.products import affine, times
-from selfnorm.kernels.dense.relative import bias_gradient
+from selfnorm.kernels.numerics import index_type
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
 from selfnorm.runtime.context import StepContext
 from selfnorm.runtime.precision import summed_in_float32
@@ -56,10 +57,8 @@ class FusedTrackedLinear(torch.autograd.Function):
         grad_x = times(grad_z, W)[0] if ctx.needs_input_grad[0] else None
         grad_b = bias_gradient(grad_z) if ctx.needs_input_grad[2] else None
         gradient = SingleGradient(ctx.weight, grad_z, x, R, True, grad_log_det)
-        if ctx.collector is not None and ctx.needs_input_grad[1]:
-            ctx.collector.append(gradient)
-            return grad_x, None, grad_b, None, None
-        return grad_x, gradient.multiplied()[0], grad_b, None, None
+        (grad_W,) = collected_or_multiplied(gradient, ctx.collector if ctx.needs_input_grad[1] else None)
+        return grad_x, grad_W, grad_b, None, None
 
 
 def error_of(product: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,11 +95,6 @@ def _pass_options(numel: int) -> tuple[int, dict[str, Any]]:
     steps = triton.cdiv(numel, block * PROGRAMS)
     tiles = {"BLOCK": block, "STEPS": steps, "INDEX": index_type(numel), "num_warps": max(1, block // 512)}
     return triton.cdiv(numel, block * steps), tiles
-
-
-def index_type(numel: int) -> tl.dtype:
-    """The integer type that can index this many numbers and a tile more: 64 bits only if needed, since their division is slow."""
-    return tl.int64 if numel > 2**30 else tl.int32
 
 
 @triton.jit
