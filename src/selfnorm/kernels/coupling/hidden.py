@@ -38,6 +38,27 @@ def on_tensor_cores(dtype: torch.dtype) -> bool:
 
 
 @triton.jit
+def _rows_times(
+    a, b, inner_stride, width_stride, row, column, rows,
+    INNER: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """The tile (M, N) of a·b with these rows and columns; a (rows, INNER), contiguous, and b (INNER, WIDTH), with any strides."""
+    k = tl.arange(0, K)
+    left_tile = a + row.to(tl.int64)[:, None] * INNER + k[None, :]
+    right_tile = b + k[:, None] * inner_stride + column[None, :] * width_stride
+    total = tl.zeros([M, N], tl.float32)
+    for start in range(0, INNER, K):
+        left = tl.load(left_tile, mask=(row < rows)[:, None] & (k < INNER - start)[None, :], other=0.0)
+        right = tl.load(right_tile, mask=(k < INNER - start)[:, None] & (column < WIDTH)[None, :], other=0.0)
+        if WIDEN:
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        total = tl.dot(left, right, total, input_precision="tf32")
+        left_tile += K
+        right_tile += K * inner_stride
+    return total
+
+
+@triton.jit
 def _masked_product(
     a, b, inner_stride, width_stride, activation, out, sums, rows,
     inner: tl.constexpr, width: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDEN: tl.constexpr,
@@ -47,18 +68,7 @@ def _masked_product(
     block = tl.program_id(0) // across
     row = block * M + tl.arange(0, M)
     column = (tl.program_id(0) % across) * N + tl.arange(0, N)
-    k = tl.arange(0, K)
-    a_tile = a + row.to(tl.int64)[:, None] * inner + k[None, :]
-    b_tile = b + k[:, None] * inner_stride + column[None, :] * width_stride
-    total = tl.zeros([M, N], tl.float32)
-    for start in range(0, inner, K):
-        left = tl.load(a_tile, mask=(row < rows)[:, None] & (k < inner - start)[None, :], other=0.0)
-        right = tl.load(b_tile, mask=(k < inner - start)[:, None] & (column < width)[None, :], other=0.0)
-        if WIDEN:
-            left, right = left.to(tl.float32), right.to(tl.float32)
-        total = tl.dot(left, right, total, input_precision="tf32")
-        a_tile += K
-        b_tile += K * inner_stride
+    total = _rows_times(a, b, inner_stride, width_stride, row, column, rows, inner, width, M, N, K, WIDEN)
     place = row.to(tl.int64)[:, None] * width + column[None, :]
     known = (row < rows)[:, None] & (column < width)[None, :]
     total = tl.where(tl.load(activation + place, mask=known, other=0.0).to(tl.float32) > 0, total, 0.0)
@@ -161,18 +171,7 @@ def _first_layer_backward(
     bias = tl.zeros([N], tl.float32)
     for step in range(STEPS):
         row = (part * STEPS + step) * M + tl.arange(0, M)
-        k = tl.arange(0, K)
-        left_tile = g + row.to(tl.int64)[:, None] * D + k[None, :]
-        right_tile = w + k[:, None] * w_k + d[None, :] * w_d
-        total = tl.zeros([M, N], tl.float32)
-        for start in range(0, D, K):
-            left = tl.load(left_tile, mask=(row < rows)[:, None] & (k < D - start)[None, :], other=0.0)
-            right = tl.load(right_tile, mask=(k < D - start)[:, None] & (d < D)[None, :], other=0.0)
-            if WIDEN:
-                left, right = left.to(tl.float32), right.to(tl.float32)
-            total = tl.dot(left, right, total, input_precision="tf32")
-            left_tile += K
-            right_tile += K * w_k
+        total = _rows_times(g, w, w_k, w_d, row, d, rows, D, D, M, N, K, WIDEN)
         place = row.to(tl.int64)[:, None] * D + d[None, :]
         active = tl.load(activation + place, mask=(row < rows)[:, None] & (d < D)[None, :], other=0.0)
         total = tl.where(active.to(tl.float32) > 0, total, 0.0)
