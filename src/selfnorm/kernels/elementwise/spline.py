@@ -37,6 +37,7 @@ from selfnorm.kernels.elementwise.spline_knots import (
     bin_edges,
     find_bin,
     knot_slopes,
+    knots,
     raw_slopes,
     softmax_shares,
     store_softmax_gradient,
@@ -178,10 +179,7 @@ def _spline(
         x = tl.load(x_ptr + at, mask=mask, other=0.0)
         inside = tl.abs(x) < bound
 
-        xs = bin_edges(softmax_shares(widths_ptr, elements, E, BINS), bound, SMALLEST, BINS)
-        zs = bin_edges(softmax_shares(heights_ptr, elements, E, BINS), bound, SMALLEST, BINS)
-        raw = raw_slopes(slopes_ptr, elements, E, OFFSET, BINS)
-        slopes = knot_slopes(raw, tl.zeros_like(xs[0]) + 1.0, SMALLEST, BINS)
+        xs, zs, slopes = knots(widths_ptr, heights_ptr, slopes_ptr, elements, E, bound, SMALLEST, OFFSET, BINS)
         inner = tl.where(inside, x, 0.0)
         _, left, right, bottom, top, slope, next_slope = find_bin(inner, xs, zs, slopes, BINS)
 
@@ -220,6 +218,7 @@ def _spline_backward(
     STEPS: tl.constexpr,
 ):
     elements = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    # As `knots`, but the shares and the raw slopes are needed again.
     of_widths, of_heights = softmax_shares(widths_ptr, elements, E, BINS), softmax_shares(heights_ptr, elements, E, BINS)
     xs = bin_edges(of_widths, bound, SMALLEST, BINS)
     zs = bin_edges(of_heights, bound, SMALLEST, BINS)
@@ -317,10 +316,7 @@ def _spline_inverse(
     z = tl.load(z_ptr + at, mask=mask, other=0.0)
     inside = tl.abs(z) < bound
 
-    xs = bin_edges(softmax_shares(widths_ptr, elements, E, BINS), bound, SMALLEST, BINS)
-    zs = bin_edges(softmax_shares(heights_ptr, elements, E, BINS), bound, SMALLEST, BINS)
-    raw = raw_slopes(slopes_ptr, elements, E, OFFSET, BINS)
-    slopes = knot_slopes(raw, tl.zeros_like(xs[0]) + 1.0, SMALLEST, BINS)
+    xs, zs, slopes = knots(widths_ptr, heights_ptr, slopes_ptr, elements, E, bound, SMALLEST, OFFSET, BINS)
     inner = tl.where(inside, z, 0.0)
     _, bottom, top, left, right, slope, next_slope = find_bin(inner, zs, xs, slopes, BINS)
 
