@@ -24,14 +24,13 @@ from selfnorm.kernels.conv.tiles import (
     column_sums,
     convolved,
     image_constants,
-    kernel_entries,
     kernel_sides,
     patches,
     share_tiles,
+    store_taps,
     unrolled,
 )
 from selfnorm.kernels.dense.small_determinants import repeated_slogdet
-from selfnorm.kernels.numerics import correct_truncation
 from selfnorm.kernels.vectors import fill_vector, vector_sum
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
 from selfnorm.runtime.context import current_step
@@ -187,12 +186,7 @@ def _conv_backward(
                     products += taken * grad
                 else:
                     total = tl.dot(grad, tl.trans(taken), total, input_precision=PRECISION)
-            if C == 1:
-                total = tl.sum(products, axis=1)[:, None]
-            else:
-                total = correct_truncation(total, PRECISION)
-            offsets, of_kernel = kernel_entries(k, first, out, C, TAPS, WIDTH, False)
-            tl.store(partial + offsets, total, mask=of_kernel)
+            store_taps(partial, total, products, k, first, out, C, TAPS, WIDTH, PRECISION)
         tl.store(partial + C * C * TAPS + out, tl.sum(arriving, axis=1), mask=out < C)
 
 

@@ -28,13 +28,12 @@ from selfnorm.kernels.conv.tiles import (
     image_constants,
     image_tile,
     image_tiles,
-    kernel_entries,
     kernel_sides,
     patches,
     share_tiles,
+    store_taps,
     unrolled,
 )
-from selfnorm.kernels.numerics import correct_truncation
 from selfnorm.kernels.vectors import vector_sum
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
 
@@ -208,12 +207,7 @@ def _series_correlate(
                 products += taken * grad
             else:
                 total = tl.dot(grad, tl.trans(taken), total, input_precision=PRECISION)
-    if C == 1:
-        total = tl.sum(products, axis=1)[:, None]
-    else:
-        total = correct_truncation(total, PRECISION)
-    offsets, of_kernel = kernel_entries(k, first, out, C, KH * KW, WIDTH, False)
-    tl.store(row + offsets, total, mask=of_kernel)
+    store_taps(row, total, products, k, first, out, C, KH * KW, WIDTH, PRECISION)
     tl.store(row + C * C * KH * KW + out, tl.sum(arriving, axis=1), mask=(out < C) & (tl.program_id(1) == 0))
 
 

@@ -206,6 +206,19 @@ def correlate(
 
 
 @triton.jit
+def store_taps(
+    partial, total, products, k, first, out, C: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Stores the part of a kernel's gradient that `total` (out, k) holds; for a single channel `products` (out, pixels) do."""
+    if C == 1:
+        total = tl.sum(products, axis=1)[:, None]
+    else:
+        total = correct_truncation(total, PRECISION)
+    offsets, of_kernel = kernel_entries(k, first, out, C, TAPS, WIDTH, False)
+    tl.store(partial + offsets, total, mask=of_kernel)
+
+
+@triton.jit
 def column_sums(partial, columns, width, rows, ROWS: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr):
     """The sums of the given columns of a matrix (rows, width), with rows ≤ ROWS·STEPS."""
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
