@@ -21,19 +21,22 @@ TRUNCATION_CORRECTION = tl.constexpr(1 + 2 * 2**-12 / 0.6931471805599453)
 
 
 def index_type(numel: int) -> tl.dtype:
-    """The integer type that can index this many numbers and a tile more: 64 bits only if needed, since their division is slow."""
+    """Returns the integer type that can index this many numbers and a tile more.
+
+    64 bits only if needed, since their division is slow.
+    """
     return tl.int64 if numel > 2**30 else tl.int32
 
 
 @triton.constexpr_function
 def _shift(divisor: int, below: int) -> int:
-    """The least s with 2ˢ ≥ below·divisor: then ⌈2ˢ / divisor⌉ is close enough to 2ˢ / divisor."""
+    """Returns the least s with 2ˢ ≥ below·divisor: then ⌈2ˢ / divisor⌉ is close enough to 2ˢ / divisor."""
     return (below * divisor - 1).bit_length()
 
 
 @triton.constexpr_function
 def _multiplier(divisor: int, below: int) -> int:
-    """⌈2ˢ / divisor⌉ for s = `_shift`."""
+    """Returns ⌈2ˢ / divisor⌉ for s = `_shift`."""
     return -(-(1 << (below * divisor - 1).bit_length()) // divisor)
 
 

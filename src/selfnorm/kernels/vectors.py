@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 def sum_blocks(count: int) -> tuple[int, int]:
-    """The size and the number of blocks in which a kernel sums `count` numbers."""
+    """Returns the size and the number of blocks in which a kernel sums `count` numbers."""
     block = min(triton.next_power_of_2(count), 1024)
     return block, triton.cdiv(count, block)
 

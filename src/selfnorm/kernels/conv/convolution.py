@@ -78,8 +78,9 @@ class FusedConv(torch.autograd.Function):
 def conv_forward(
     x: Tensor, kernel: Tensor, bias: Tensor | None, taps: Tensor | None = None, triangular: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """w ⋆ x + b for x (N, C, H, W), and HW·Σ_c log|w[c, c, centre]| (N,) if T(w) is triangular. Reads x once, writes z once.
+    """Returns z = w ⋆ x + b for x (N, C, H, W), and HW·Σ_c log|w[c, c, centre]| (N,) if T(w) is triangular.
 
+    Reads x once, writes z once.
     taps: which entries of the kernel count (bool, like the kernel); the others are taken as 0.
     """
     x, kernel, taps = x.contiguous(), kernel.contiguous(), _bytes(taps)
@@ -103,7 +104,7 @@ def conv_backward(
     inverse_transposed: Tensor | None = None,
     wants_x: bool = True,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """The gradients for x, the kernel and the bias (C,), in two kernels.
+    """Returns the gradients for x, the kernel and the bias (C,), by two kernels.
 
     The first kernel reads g twice and x once, and writes g_x. grad_log_det: the gradient (N,) for the log-determinant, or None.
     inverse_transposed: s, one value for each of the kernel's entries and in their order; None if T(w) is triangular.

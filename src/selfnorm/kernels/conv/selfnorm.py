@@ -48,7 +48,7 @@ class FusedSelfNormConv2d(torch.autograd.Function):
 
 
 def selfnorm_conv_forward(x: Tensor, w: Tensor, r: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """w ⋆ x + b, z = w ⋆ x, e = r ⋆ z − x, zeros (N,), ‖e‖² (N, 1), for x (N, C, H, W): one kernel.
+    """Returns w ⋆ x + b, z = w ⋆ x, e = r ⋆ z − x, zeros (N,) and ‖e‖² (N, 1), for x (N, C, H, W): one kernel.
 
     Reads x and writes three tensors of its size. Without a bias the first two results are one tensor.
     """
@@ -74,7 +74,7 @@ def selfnorm_conv_backward(
     grad_log_det: Tensor,
     grad_squares: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The self-normalizing gradients for x, w, r and the bias (C,), in two kernels.
+    """Returns the self-normalizing gradients for x, w, r and the bias (C,), by two kernels.
 
         g_x = flip(w) ⋆ g_z,    g_w = ½g_z + 2g_s·flip(r) ⋆ e,    g_r = 2g_s·e − ½g_x
         ∂w = Σ_n corr(x, g_w) + h·flip(r)·m,    ∂r = Σ_n corr(z, g_r) − h·flip(w)·m,    ∂b = Σ_n Σ_pixels g_z,    h = ½Σ g_log_det

@@ -57,7 +57,7 @@ class FusedConvSeries(torch.autograd.Function):
 
 
 def series_forward(x: Tensor, kernel: Tensor, bias: Tensor | None, terms: int) -> tuple[Tensor, Tensor, Tensor]:
-    """z = x + t_1 + … + t_terms + b, its log-determinant (N,), and t_1 … t_{terms−1} (terms − 1, N, C, H, W).
+    """Returns z = x + t_1 + … + t_terms + b, its log-determinant (N,), and t_1 … t_{terms−1} (terms − 1, N, C, H, W).
 
     One kernel, which reads x once and writes z and the terms.
     """
@@ -74,7 +74,7 @@ def series_forward(x: Tensor, kernel: Tensor, bias: Tensor | None, terms: int) -
 def series_backward(
     x: Tensor, kernel: Tensor, kept: Tensor, grad_z: Tensor, grad_log_det: Tensor, terms: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `series_forward` for x, the kernel and the bias (C,), in three kernels."""
+    """Returns the gradients of `series_forward` for x, the kernel and the bias (C,), by three kernels."""
     x, kernel, grad_z = x.contiguous(), kernel.contiguous(), grad_z.contiguous()
     sides, shape = kernel_sides(kernel), image_constants(x)
     grad_x, grad_k, grad_b = torch.empty_like(x), torch.empty_like(kernel), x.new_empty(x.shape[1])

@@ -55,7 +55,7 @@ class FusedTrackedConv2d(torch.autograd.Function):
 
 
 def error_of_convolution(R: Tensor, w: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """R (D, D), kernel w -> E = I − R T(w) for images of this size, and partial sums of E² (D,): one kernel."""
+    """Returns E = I − R T(w) (D, D) for images of this size, and partial sums of E² (D,): one kernel."""
     images = R.contiguous().view(-1, w.shape[1], *size)
     error, squares = torch.empty_like(images), R.new_empty(R.shape[0])
     shape = image_constants(images) | {"PRECISION": "tf32x3" if allows_tf32() else "ieee"}
@@ -66,7 +66,7 @@ def error_of_convolution(R: Tensor, w: Tensor, size: tuple[int, int]) -> tuple[T
 
 
 def tap_means(R: Tensor, w: Tensor, size: tuple[int, int], out: Tensor, zeros: Tensor) -> None:
-    """∂log|det T(w)|/∂w / HW into `out` (like w), for images of this size, and 0 into all of `zeros` (N,): one kernel.
+    """Writes ∂log|det T(w)|/∂w / HW to `out` (like w), for images of this size, and 0 to all of `zeros` (N,): one kernel.
 
     R: the inverse of T(w) (D, D), or of a 1×1 kernel's matrix (C, C), whose HW copies T(w) then is.
     """

@@ -16,7 +16,7 @@ from selfnorm.kernels.tiles import ProductTiles
 
 
 def _hidden_tiles(rows: int, width: int, dtype: torch.dtype) -> ProductTiles:
-    """The tiles for a product: the fastest, or nearly so, of several on one H200 at the shapes of Glow for MNIST and CIFAR-10."""
+    """Returns tiles for a product: the fastest, or nearly so, of several on one H200 at Glow's shapes for MNIST and CIFAR-10."""
     if dtype == torch.float32:
         return ProductTiles(64, 128, 32, 4, 3)
     few = triton.cdiv(rows, 128) * triton.cdiv(width, 128) < 512
@@ -24,7 +24,7 @@ def _hidden_tiles(rows: int, width: int, dtype: torch.dtype) -> ProductTiles:
 
 
 def _share_row_blocks(rows: int, width: int, tiles: ProductTiles, device: torch.device) -> tuple[int, int]:
-    """The number of programs that share the blocks of rows, about one for each processor, and the blocks that each takes."""
+    """Returns the number of programs that share the blocks of rows, about one per processor, and the blocks that each takes."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
     blocks = triton.cdiv(rows, tiles.rows)
     parts = max(min(processors * (8 // tiles.warps) // triton.cdiv(width, tiles.columns), blocks), 1)
@@ -33,7 +33,7 @@ def _share_row_blocks(rows: int, width: int, tiles: ProductTiles, device: torch.
 
 
 def on_tensor_cores(dtype: torch.dtype) -> bool:
-    """Whether tensor cores compute products in this dtype; full float32 is left to torch."""
+    """Returns whether tensor cores compute products in this dtype; full float32 is left to torch."""
     return dtype != torch.float32 or allows_tf32()
 
 
@@ -77,7 +77,7 @@ def _masked_product(
 
 
 def masked_product(a: Tensor, b: Tensor, activation: Tensor, tiles: ProductTiles | None = None) -> tuple[Tensor, Tensor]:
-    """g = (a·b) ⊙ [activation > 0] in a's dtype, and sums of g's columns over blocks of rows: the gradient through a ReLU.
+    """Returns g = (a·b) ⊙ [activation > 0] in a's dtype, the gradient through a ReLU, and its column sums over blocks of rows.
 
     a (M, K), contiguous; b (K, D), with any strides; activation (M, D), contiguous. Sums: (blocks, D) float32, before rounding.
     Reads activation and writes g once, in the product's own kernel. In full float32, which tensor cores do
@@ -134,7 +134,7 @@ def _last_layer_backward(
 def last_layer_backward(
     columns: Tensor, w: Tensor, activation: Tensor, tiles: ProductTiles | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """G = (columns·w) ⊙ [activation > 0], and in parts to be summed G's column sums and columnsᵀ·activation.
+    """Returns G = (columns·w) ⊙ [activation > 0], and in parts to be summed G's column sums and columnsᵀ·activation.
 
     columns (M, K), K ≤ 128, and activation (M, D), contiguous; w (K, D), with any strides. Sums (parts, D) and products
     (parts, K, D) are float32. Reads activation and writes G once, and little else: K is small compared with D.
@@ -192,7 +192,7 @@ def _first_layer_backward(
 def first_layer_backward(
     g: Tensor, w: Tensor, activation: Tensor, columns: Tensor, first: Tensor, tiles: ProductTiles | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """With G = (g·w) ⊙ [activation > 0]: its column sums, Gᵀ·columns and G·first, each in parts to be summed. G is not stored.
+    """Returns, in parts to be summed, the column sums of G = (g·w) ⊙ [activation > 0], Gᵀ·columns and G·first. G is not stored.
 
     g and activation (M, D), columns (M, K) and first (D, K), K ≤ 64, all contiguous; w (D, D), with any strides. Sums (parts, D),
     Gᵀ·columns (parts, D, K), G·first (blocks of D, M, K), all float32. Reads activation once, g once per tile's columns.

@@ -124,12 +124,12 @@ def _expect_contiguous(*matrices: Tensor) -> None:
 
 
 def _constants(adam: AdamArguments) -> tuple[float, ...]:
-    """β₁, β₂, their logarithms and ε."""
+    """Returns β₁, β₂, their logarithms and ε."""
     return (*adam.betas, *(math.log(beta) if beta else -math.inf for beta in adam.betas), adam.eps)
 
 
 def few_and_small(gradients: Sequence[Tensor]) -> bool:
-    """Whether `begin_update` can check these gradients."""
+    """Returns whether `begin_update` can check these gradients."""
     total = sum(gradient.numel() for gradient in gradients)
     return len(gradients) <= FEW_GRADIENTS and total <= FEW_NUMBERS and all(gradient.is_contiguous() for gradient in gradients)
 

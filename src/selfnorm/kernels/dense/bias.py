@@ -17,7 +17,7 @@ COLUMNS_PER_PROGRAM = 32  # 128 bytes of each row
 
 
 def bias_weights(z: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """u_n = z_n·b + 1 (N,), written to `out` if it is given."""
+    """Returns u_n = z_n·b + 1 (N,), written to `out` if it is given."""
     examples, features = z.shape
     u = z.new_empty(examples) if out is None else out
     block = min(triton.next_power_of_2(features), 1024)
@@ -34,7 +34,7 @@ def bias_weights(z: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def bias_gradient(grad_z: Tensor, u: Tensor | None = None, b: Tensor | None = None, grad_log_det: Tensor | None = None) -> Tensor:
-    """Σ_n grad_z[n, :]·u_n + Σ grad_log_det · b (D,); Σ_n grad_z[n, :] if only grad_z is given."""
+    """Returns Σ_n grad_z[n, :]·u_n + Σ grad_log_det · b (D,); Σ_n grad_z[n, :] if only grad_z is given."""
     examples, features = grad_z.shape
     grad_b = grad_z.new_empty(features)
     rows = min(triton.next_power_of_2(examples), 128)

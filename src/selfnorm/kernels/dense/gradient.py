@@ -21,8 +21,10 @@ MAX_FACTORED_EXAMPLES = 512
 
 
 def gradient_tiles(features: int) -> ProductTiles:
-    """The fastest tiles, or nearly so, of several on one H200. With 64 rows Triton uses other units and takes three times as
-    long."""
+    """Returns the fastest tiles, or nearly so, of several on one H200.
+
+    With 64 rows Triton uses other units and takes three times as long.
+    """
     if features <= 512:
         return ProductTiles(rows=32, columns=32, depth=64, warps=4, stages=3)
     return ProductTiles(rows=32, columns=128, depth=32, warps=4, stages=3)
@@ -38,7 +40,7 @@ def gradient_from_factors(
     *,
     by: ProductTiles | None = None,
 ) -> Tensor:
-    """aᵀb + s·M with M the addend, transposed or not."""
+    """Returns aᵀb + s·M with M the addend, transposed or not."""
     examples, features = a.shape
     fused = examples <= MAX_FACTORED_EXAMPLES or by is not None
     by = by or gradient_tiles(features)

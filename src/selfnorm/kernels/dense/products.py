@@ -43,7 +43,7 @@ class SplitTiles(NamedTuple):
 
 
 def split_tiles(examples: int, features: int, products: int = 1) -> SplitTiles | None:
-    """The tiles for this many products in one launch, or None where cuBLAS is faster: with more to multiply than to read."""
+    """Returns tiles for a launch of this many products, or None where cuBLAS is faster: with more to multiply than to read."""
     if examples > 256 or features > 1024:
         return None
     if products == 1:
@@ -54,7 +54,7 @@ def split_tiles(examples: int, features: int, products: int = 1) -> SplitTiles |
 def affine(
     x: Tensor, W: Tensor, b: Tensor | None, zeros: Tensor | None = None, *, by: SplitTiles | None = None
 ) -> tuple[Tensor, Tensor]:
-    """z = xWᵀ and z + b, which without b is z itself.
+    """Returns z = xWᵀ and z + b, which without b is z itself.
 
     zeros:  a vector (N,) that the same launch sets to 0: a layer's log-determinant.
     """
@@ -73,7 +73,7 @@ def affine(
 
 
 def reconstruct(z: Tensor, R: Tensor, x: Tensor, *, by: SplitTiles | None = None) -> tuple[Tensor, Tensor]:
-    """error = zRᵀ − x (N, D) and its squares, summed over features (N, 1)."""
+    """Returns error = zRᵀ − x (N, D) and its squares, summed over features (N, 1)."""
     by = by or split_tiles(*x.shape)
     if by is None:
         error = torch.addmm(x, z, R.mT, beta=-1)
@@ -98,7 +98,7 @@ def pull_back(
     *,
     by: SplitTiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """grad_x, towards_w and towards_r (N, D), and grad_b (D,) if there is a bias."""
+    """Returns grad_x, towards_w and towards_r (N, D), and grad_b (D,) if there is a bias."""
     by = by or split_tiles(grad_z.shape[0], grad_z.shape[1], products=2)
     if by is None:
         grad_error = 2 * grad_reconstruction * error
@@ -117,7 +117,7 @@ def pull_back(
 def times(
     a: Tensor, A: Tensor, b: Tensor | None = None, B: Tensor | None = None, *, by: SplitTiles | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """aA, and bB in the same launch; a and b (N, D), A and B (D, D)."""
+    """Returns aA, and bB from the same launch; a and b (N, D), A and B (D, D)."""
     two = b is not None and B is not None
     by = by or split_tiles(a.shape[0], a.shape[1], products=1 + two)
     if by is None:

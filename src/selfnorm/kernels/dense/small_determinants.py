@@ -42,7 +42,7 @@ class SmallLogDet(torch.autograd.Function):
 
 
 def small_slogdet(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """log|det A| (…) and A⁻ᵀ (…, C, C) of matrices (…, C, C), C ≤ 64, in float32: one kernel."""
+    """Returns log|det A| (…) and A⁻ᵀ (…, C, C) of matrices (…, C, C), C ≤ 64, in float32: one kernel."""
     channels = matrix.shape[-1]
     if matrix.dim() < 2 or matrix.shape[-2] != channels or not 0 < channels <= MAX_MATRIX_ROWS:
         raise ValueError(f"small_slogdet: expected square matrices of at most {MAX_MATRIX_ROWS} rows, got {tuple(matrix.shape)}")
@@ -54,7 +54,7 @@ def small_slogdet(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def repeated_slogdet(matrix: Tensor, copies: int, examples: int) -> tuple[Tensor, Tensor]:
-    """copies·log|det A| for each example (N,), and A⁻ᵀ (C, C), of one matrix (C, C), C ≤ 64: one kernel."""
+    """Returns copies·log|det A| for each example (N,), and A⁻ᵀ (C, C), of one matrix (C, C), C ≤ 64: one kernel."""
     channels = matrix.shape[-1]
     if matrix.shape != (channels, channels) or not 0 < channels <= MAX_MATRIX_ROWS:
         raise ValueError(
