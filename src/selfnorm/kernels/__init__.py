@@ -6,6 +6,8 @@
     coupling     Glow's coupling network as matrix products
     elementwise  activations, ActNorm and splines
     objective    the training loss
+    tiles        tiles of a matrix
+    vectors      sums of vectors, and filling them
     numerics     arithmetic that kernels share
 
 A module holds the kernels, their launchers and the autograd function that calls them. Most import Triton, so layers import them

@@ -26,8 +26,10 @@ def used_on(*devices: str) -> Iterator[None]:
 
 
 def usable(*tensors: Tensor | None) -> bool:
-    """Whether kernels can work on these tensors: float32 on the current CUDA device, in a call that is not traced or
-    transformed."""
+    """Returns whether kernels can work on these tensors: float32 on the current CUDA device.
+
+    In a call that torch traces or transforms they cannot.
+    """
     given = [tensor for tensor in tensors if tensor is not None]
     device = given[0].device
     return (
@@ -46,7 +48,7 @@ def usable(*tensors: Tensor | None) -> bool:
 
 
 def _is_traced() -> bool:
-    """Whether torch records or transforms the operations of this call, which a kernel would hide from it."""
+    """Returns whether torch records or transforms the operations of this call, which a kernel would hide from it."""
     return (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
@@ -62,10 +64,10 @@ def has_triton() -> bool:
 
 
 def allows_tf32() -> bool:
-    """Whether float32 products may be rounded to TF32: torch's switch allows it, and there is a GPU to do it."""
+    """Returns whether float32 products may be rounded to TF32: torch's switch allows it, and there is a GPU to do it."""
     return products_in_tf32() and torch.cuda.is_available()
 
 
 def input_precision() -> str:
-    """The rounding of factors in the products of kernels, by Triton's name."""
+    """Returns the rounding of factors in the products of kernels, by Triton's name."""
     return "tf32" if allows_tf32() else "ieee"

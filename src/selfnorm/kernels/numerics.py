@@ -1,4 +1,4 @@
-"""Arithmetic that kernels share: division of small integers, and a correction for TF32's truncation.
+"""Arithmetic that kernels share: the size and division of integers, and a correction for TF32's truncation.
 
 Division. LLVM divides numbers that it knows to be small in 16 bits, two to a register, together with everything that depends on
 them. NVIDIA's assemblers 12.8 (the one in Triton 3.6 and 3.7), 12.9 and 13.0 get some of these sums wrong; 13.4 does not. If
@@ -20,15 +20,23 @@ import triton.language as tl
 TRUNCATION_CORRECTION = tl.constexpr(1 + 2 * 2**-12 / 0.6931471805599453)
 
 
+def index_type(numel: int) -> tl.dtype:
+    """Returns the integer type that can index this many numbers and a tile more.
+
+    64 bits only if needed, since their division is slow.
+    """
+    return tl.int64 if numel > 2**30 else tl.int32
+
+
 @triton.constexpr_function
 def _shift(divisor: int, below: int) -> int:
-    """The least s with 2ˢ ≥ below·divisor: then ⌈2ˢ / divisor⌉ is close enough to 2ˢ / divisor."""
+    """Returns the least s with 2ˢ ≥ below·divisor: then ⌈2ˢ / divisor⌉ is close enough to 2ˢ / divisor."""
     return (below * divisor - 1).bit_length()
 
 
 @triton.constexpr_function
 def _multiplier(divisor: int, below: int) -> int:
-    """⌈2ˢ / divisor⌉ for s = `_shift`."""
+    """Returns ⌈2ˢ / divisor⌉ for s = `_shift`."""
     return -(-(1 << (below * divisor - 1).bit_length()) // divisor)
 
 

@@ -45,7 +45,7 @@ class FusedObjective(torch.autograd.Function):
 def objective(
     z: Tensor, log_dets: Tensor, reconstruction: Tensor, reconstruction_weight: Tensor, dimensions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The value of the loss, and its parts (1 + K,): nll and the K errors.
+    """Returns the value of the loss, and its parts (1 + K,): nll and the K errors.
 
     z (N, …), log_dets (L, N), reconstruction (N, K), reconstruction_weight λ and dimensions D_k (K,).
     """
@@ -85,7 +85,7 @@ def objective(
 
 
 def objective_gradients(z: Tensor, reconstruction_weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of z, of each log_det (N,) and of reconstruction, given that of the value (a scalar)."""
+    """Returns the gradients of z, of each log_det (N,) and of reconstruction, given that of the value (a scalar)."""
     z, examples, columns = z.contiguous(), z.shape[0], reconstruction_weight.shape[0]
     grad_z, grad_log_det, grad_reconstruction = torch.empty_like(z), z.new_empty(examples), z.new_empty(examples, columns)
     features = z[0].numel()
@@ -107,7 +107,7 @@ def objective_gradients(z: Tensor, reconstruction_weight: Tensor, grad: Tensor) 
 
 
 def _power_of_2_block(values: int, most: int) -> int:
-    """The least power of 2 that holds `values`, or `most`, whichever is smaller."""
+    """Returns the least power of 2 that holds `values`, or `most`, whichever is smaller."""
     return min(most, triton.next_power_of_2(max(1, values)))
 
 

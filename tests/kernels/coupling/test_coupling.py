@@ -135,7 +135,7 @@ def test_masked_product(device, kernel, sizes, shape, across, dtype):
     rows, inner, width = sizes
     a, activation, mask = draw(device, rows, inner, dtype=dtype), *masks(device, rows, width, dtype)
     b = draw(device, width, inner, dtype=dtype).t() if across else draw(device, inner, width, dtype=dtype)
-    g, sums = kernel.masked_product(a, b, activation, shape and kernel.ProductTile(*shape))
+    g, sums = kernel.masked_product(a, b, activation, shape and kernel.ProductTiles(*shape))
     expected = a.double() @ b.double() * mask
     assert torch.equal(sums.double().sum(0), expected.sum(0))
     assert g.dtype == dtype
@@ -150,7 +150,7 @@ def test_last_layer_backward(device, kernel, sizes, shape, across, dtype):
     rows, inner, width = sizes
     columns, activation, mask = draw(device, rows, inner, dtype=dtype), *masks(device, rows, width, dtype)
     w = draw(device, width, inner, dtype=dtype).t() if across else draw(device, inner, width, dtype=dtype)
-    g, sums, products = kernel.last_layer_backward(columns, w, activation, shape and kernel.ProductTile(*shape))
+    g, sums, products = kernel.last_layer_backward(columns, w, activation, shape and kernel.ProductTiles(*shape))
     expected = columns.double() @ w.double() * mask
     assert_close(g.double(), expected, rtol=0 if dtype == torch.float32 else 2**-7, atol=0)
     assert torch.equal(sums.double().sum(0), expected.sum(0))
@@ -171,7 +171,7 @@ def test_first_layer_backward(device, kernel, sizes, shape, across, dtype):
     )
     w = w.t() if across else w
     sums, products, input_parts = kernel.first_layer_backward(
-        g, w, activation, columns, first, shape and kernel.ProductTile(*shape)
+        g, w, activation, columns, first, shape and kernel.ProductTiles(*shape)
     )
     hidden = g.double() @ w.double() * mask
     assert torch.equal(sums.double().sum(0), hidden.sum(0))

@@ -10,11 +10,11 @@ pytest.importorskip("triton")
 
 from selfnorm.kernels.dense import adam, gradient
 from selfnorm.kernels.dense.adam import adam_dense, adam_pair, adam_single
-from selfnorm.kernels.dense.gradient import GradientTiles
+from selfnorm.kernels.tiles import ProductTiles
 from selfnorm.runtime.collector import AdamArguments, Moments
 from selfnorm.train.adam import update_from_factors
 
-TILES = [GradientTiles(32, 64, 32, 4, 2), GradientTiles(16, 16, 16, 4, 2), GradientTiles(64, 32, 16, 4, 2)]
+TILES = [ProductTiles(32, 64, 32, 4, 2), ProductTiles(16, 16, 16, 4, 2), ProductTiles(64, 32, 16, 4, 2)]
 # A large ε: where a first gradient happens to be tiny, Adam with the usual one makes a whole step of its rounding.
 BETAS, EPS = (0.8, 0.99), 1e-2
 

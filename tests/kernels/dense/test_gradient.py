@@ -7,9 +7,10 @@ pytest.importorskip("triton")
 
 from selfnorm import RelativeLinear, SelfNormLinear, TrackedLinear
 from selfnorm.kernels.dense import gradient as module
-from selfnorm.kernels.dense.gradient import MAX_FACTORED_EXAMPLES, GradientTiles, gradient_from_factors, gradient_tiles
+from selfnorm.kernels.dense.gradient import MAX_FACTORED_EXAMPLES, gradient_from_factors, gradient_tiles
+from selfnorm.kernels.tiles import ProductTiles
 
-TILES = [GradientTiles(32, 64, 32, 4, 2), GradientTiles(16, 16, 16, 4, 2), GradientTiles(64, 32, 16, 4, 2), None]
+TILES = [ProductTiles(32, 64, 32, 4, 2), ProductTiles(16, 16, 16, 4, 2), ProductTiles(64, 32, 16, 4, 2), None]
 
 
 def expect_float64(device, examples, features, scale, transposed, by, factor=-0.5):

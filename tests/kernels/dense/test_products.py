@@ -10,15 +10,15 @@ from selfnorm.runtime.context import step_context
 pytest.importorskip("triton")
 
 from selfnorm.kernels.dense import products, relative, selfnorm, tracking
-from selfnorm.kernels.dense.products import ProductTiles, affine, pull_back, reconstruct, times
+from selfnorm.kernels.dense.products import SplitTiles, affine, pull_back, reconstruct, times
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 SHAPES = [(1, 1), (3, 5), (16, 32), (37, 70), (33, 17), (5, 129)]
 TILES = {
-    "whole": ProductTiles(32, 32, 64, 1, 4, 3),
-    "deep": ProductTiles(16, 32, 16, 1, 4, 2),
-    "split": ProductTiles(16, 32, 16, 3, 4, 2),
-    "one program": ProductTiles(64, 128, 32, 2, 4, 2),
+    "whole": SplitTiles(32, 32, 64, 1, 4, 3),
+    "deep": SplitTiles(16, 32, 16, 1, 4, 2),
+    "split": SplitTiles(16, 32, 16, 3, 4, 2),
+    "one program": SplitTiles(64, 128, 32, 2, 4, 2),
 }
 
 
@@ -98,9 +98,9 @@ def test_repetition_gives_the_same_bits(device, kernels):
 
 
 def test_large_shapes_are_left_to_cublas():
-    assert products.product_tiles(100, 784) is not None
-    assert products.product_tiles(100, 8192) is None
-    assert products.product_tiles(4096, 784) is None
+    assert products.split_tiles(100, 784) is not None
+    assert products.split_tiles(100, 8192) is None
+    assert products.split_tiles(4096, 784) is None
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -108,7 +108,7 @@ def test_large_shapes_are_left_to_cublas():
 @pytest.mark.parametrize("kind", [SelfNormLinear, RelativeLinear, TrackedLinear])
 def test_layers_agree_with_their_plain_selves_in_float64(device, kernels, monkeypatch, kind, bias, large):
     if large:
-        monkeypatch.setattr(products, "product_tiles", lambda *shape, products=1: None)
+        monkeypatch.setattr(products, "split_tiles", lambda *shape, products=1: None)
     layer = kind(21, bias=bias)
     with torch.no_grad():
         for parameter in layer.parameters():

@@ -11,7 +11,7 @@ from selfnorm.kernels.dispatch import used_on
 pytest.importorskip("triton")
 
 from selfnorm.kernels.dense import relative
-from selfnorm.kernels.dense.relative import bias_gradient, bias_weights
+from selfnorm.kernels.dense.bias import bias_gradient, bias_weights
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 SHAPES = [(1, 1), (3, 5), (16, 32), (37, 70), (130, 33), (5, 1030)]

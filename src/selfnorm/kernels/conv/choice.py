@@ -13,7 +13,7 @@ DEFAULT_GEOMETRY = Geometry()
 
 
 def conv_kernels_fit(x: Tensor, w: Tensor, b: Tensor | None, geometry: Geometry = DEFAULT_GEOMETRY) -> bool:
-    """Whether kernels can compute w ⋆ x + b: usable tensors, small images, zero padding, no dilation and no groups.
+    """Returns whether kernels can compute w ⋆ x + b: usable tensors, small images, zero padding, no dilation and no groups.
 
     For a 1×1 kernel, padding and dilation do not matter.
     """
@@ -22,7 +22,7 @@ def conv_kernels_fit(x: Tensor, w: Tensor, b: Tensor | None, geometry: Geometry 
 
 
 def small_images(x: Tensor, *kernels: Tensor) -> bool:
-    """Whether images (N, C, H, W) and kernels are small enough for one program to process a whole image.
+    """Returns whether images (N, C, H, W) and kernels are small enough for one program to process a whole image.
 
     A library's convolution is faster on anything larger.
     """

@@ -24,15 +24,14 @@ from selfnorm.kernels.conv.tiles import (
     column_sums,
     convolved,
     image_constants,
-    kernel_entries,
     kernel_sides,
     patches,
     share_tiles,
-    sum_of_values,
+    store_taps,
     unrolled,
 )
 from selfnorm.kernels.dense.small_determinants import repeated_slogdet
-from selfnorm.kernels.numerics import correct_truncation
+from selfnorm.kernels.vectors import fill_vector, vector_sum
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
 from selfnorm.runtime.context import current_step
 
@@ -79,8 +78,9 @@ class FusedConv(torch.autograd.Function):
 def conv_forward(
     x: Tensor, kernel: Tensor, bias: Tensor | None, taps: Tensor | None = None, triangular: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """w ⋆ x + b for x (N, C, H, W), and HW·Σ_c log|w[c, c, centre]| (N,) if T(w) is triangular. Reads x once, writes z once.
+    """Returns z = w ⋆ x + b for x (N, C, H, W), and HW·Σ_c log|w[c, c, centre]| (N,) if T(w) is triangular.
 
+    Reads x once, writes z once.
     taps: which entries of the kernel count (bool, like the kernel); the others are taken as 0.
     """
     x, kernel, taps = x.contiguous(), kernel.contiguous(), _bytes(taps)
@@ -104,7 +104,7 @@ def conv_backward(
     inverse_transposed: Tensor | None = None,
     wants_x: bool = True,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """The gradients for x, the kernel and the bias (C,), in two kernels.
+    """Returns the gradients for x, the kernel and the bias (C,), by two kernels.
 
     The first kernel reads g twice and x once, and writes g_x. grad_log_det: the gradient (N,) for the log-determinant, or None.
     inverse_transposed: s, one value for each of the kernel's entries and in their order; None if T(w) is triangular.
@@ -150,9 +150,7 @@ def _conv_forward(
         if tl.program_id(0) == 0:
             diagonal = tl.load(kernel_ptr + out * ((C + 1) * KH * KW) + KH * KW // 2, mask=out < C, other=1.0)
             log_det = H * W * tl.sum(tl.log(tl.abs(diagonal)), axis=0)
-            for start in range(0, examples, 128):
-                n = start + tl.arange(0, 128)
-                tl.store(log_det_ptr + n, tl.zeros((128,), tl.float32) + log_det, mask=n < examples)
+            fill_vector(log_det_ptr, examples, log_det)
 
 
 @triton.jit
@@ -189,12 +187,7 @@ def _conv_backward(
                     products += taken * grad
                 else:
                     total = tl.dot(grad, tl.trans(taken), total, input_precision=PRECISION)
-            if C == 1:
-                total = tl.sum(products, axis=1)[:, None]
-            else:
-                total = correct_truncation(total, PRECISION)
-            offsets, of_kernel = kernel_entries(k, first, out, C, TAPS, WIDTH, False)
-            tl.store(partial + offsets, total, mask=of_kernel)
+            store_taps(partial, total, products, k, first, out, C, TAPS, WIDTH, PRECISION)
         tl.store(partial + C * C * TAPS + out, tl.sum(arriving, axis=1), mask=out < C)
 
 
@@ -211,7 +204,7 @@ def _conv_finish(
     of_kernel = column < C * C * TAPS
     tl.store(grad_b_ptr + column - C * C * TAPS, total, mask=(column >= C * C * TAPS) & (column < C * C * TAPS + C))
     if grad_log_det_ptr is not None:
-        weight = H * W * sum_of_values(grad_log_det_ptr, examples, ROWS, EXAMPLE_STEPS)
+        weight = H * W * vector_sum(grad_log_det_ptr, examples, 1, ROWS, EXAMPLE_STEPS)
         if inverse_ptr is not None:
             total += weight * tl.load(inverse_ptr + column, mask=of_kernel, other=0.0)
         else:

@@ -46,7 +46,7 @@ class NormLimitedKernel(torch.autograd.Function):
 
 
 def limit_norm_forward(w: Tensor, sides: tuple[int, int], squarings: int, limit: float) -> tuple[Tensor, Tensor, Tensor]:
-    """k (C, C, kh, kw), σ (1,) and ∂σ/∂w (C, C, kh, kw), which is written only if σ > limit.
+    """Returns k (C, C, kh, kw), σ (1,) and ∂σ/∂w (C, C, kh, kw), which is written only if σ > limit.
 
     sides: those of the torus on which the convolution is circular.
     """
@@ -63,7 +63,7 @@ def limit_norm_forward(w: Tensor, sides: tuple[int, int], squarings: int, limit:
 
 
 def limit_norm_backward(w: Tensor, sigma: Tensor, slope: Tensor, grad_k: Tensor, limit: float) -> Tensor:
-    """The gradient for w, given the results of `limit_norm_forward` and the gradient for k."""
+    """Returns the gradient for w, given the results of `limit_norm_forward` and the gradient for k."""
     w, grad_k = w.contiguous(), grad_k.contiguous()
     grad_w = torch.empty_like(w)
     _limit_norm_backward[(1,)](w, sigma, slope, grad_k, grad_w, limit, NUMEL=w.numel(), BLOCK=1024)

@@ -15,10 +15,11 @@ from selfnorm.kernels.conv.tiles import (
     correlate,
     image_constants,
     image_sum_tiles,
+    image_tile,
     image_tiles,
-    sum_of_values,
     tap_offset,
 )
+from selfnorm.kernels.vectors import vector_sum
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
 
 
@@ -47,7 +48,7 @@ class FusedSelfNormConv2d(torch.autograd.Function):
 
 
 def selfnorm_conv_forward(x: Tensor, w: Tensor, r: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """w ⋆ x + b, z = w ⋆ x, e = r ⋆ z − x, zeros (N,), ‖e‖² (N, 1), for x (N, C, H, W): one kernel.
+    """Returns w ⋆ x + b, z = w ⋆ x, e = r ⋆ z − x, zeros (N,) and ‖e‖² (N, 1), for x (N, C, H, W): one kernel.
 
     Reads x and writes three tensors of its size. Without a bias the first two results are one tensor.
     """
@@ -73,7 +74,7 @@ def selfnorm_conv_backward(
     grad_log_det: Tensor,
     grad_squares: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The self-normalizing gradients for x, w, r and the bias (C,), in two kernels.
+    """Returns the self-normalizing gradients for x, w, r and the bias (C,), by two kernels.
 
         g_x = flip(w) ⋆ g_z,    g_w = ½g_z + 2g_s·flip(r) ⋆ e,    g_r = 2g_s·e − ½g_x
         ∂w = Σ_n corr(x, g_w) + h·flip(r)·m,    ∂r = Σ_n corr(z, g_r) − h·flip(w)·m,    ∂b = Σ_n Σ_pixels g_z,    h = ½Σ g_log_det
@@ -113,9 +114,7 @@ def _selfnorm_conv_forward(
     image = n.to(tl.int64) * (C * H * W)
     out = tl.arange(0, OUT)
     for start in range(0, H * W, PIXELS):
-        pixel = start + tl.arange(0, PIXELS)
-        valid = (out < C)[:, None] & (pixel < H * W)[None, :]
-        places = image + (out * (H * W))[:, None] + pixel[None, :]
+        pixel, places, valid = image_tile(image, start, out, C, H, W, PIXELS)
         z = convolved(x_ptr + image, w_ptr, None, pixel, out, C, H, W, KH, KW, PIXELS, OUT, WIDTH, DEPTH, False, PRECISION)
         tl.store(z_ptr + places, z, mask=valid)
         if bias_ptr is not None:
@@ -123,9 +122,7 @@ def _selfnorm_conv_forward(
     tl.debug_barrier()
     squares = tl.zeros((OUT, PIXELS), tl.float32)
     for start in range(0, H * W, PIXELS):
-        pixel = start + tl.arange(0, PIXELS)
-        valid = (out < C)[:, None] & (pixel < H * W)[None, :]
-        places = image + (out * (H * W))[:, None] + pixel[None, :]
+        pixel, places, valid = image_tile(image, start, out, C, H, W, PIXELS)
         back = convolved(z_ptr + image, r_ptr, None, pixel, out, C, H, W, RH, RW, PIXELS, OUT, WIDTH, DEPTH, False, PRECISION)
         error = tl.where(valid, back - tl.load(x_ptr + places, mask=valid, other=0.0), 0.0)
         tl.store(error_ptr + places, error, mask=valid)
@@ -146,9 +143,7 @@ def _selfnorm_conv_backward(
     n = tl.program_id(0) // BLOCKS
     image = n.to(tl.int64) * (C * H * W)
     out = tl.arange(0, OUT)
-    pixel = tl.program_id(0) % BLOCKS * PIXELS + tl.arange(0, PIXELS)
-    valid = (out < C)[:, None] & (pixel < H * W)[None, :]
-    places = image + (out * (H * W))[:, None] + pixel[None, :]
+    pixel, places, valid = image_tile(image, tl.program_id(0) % BLOCKS * PIXELS, out, C, H, W, PIXELS)
     partial = partial_ptr + tl.program_id(0).to(tl.int64) * (W_NUMEL + R_NUMEL + C)
     twice = 2 * tl.load(grad_squares_ptr + n)
     if tl.program_id(1) == 0:
@@ -196,7 +191,7 @@ def _selfnorm_conv_finish(
     R_NUMEL: tl.constexpr = C * C * RH * RW
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = column_sums(partial_ptr, column, W_NUMEL + R_NUMEL + C, rows, ROWS, STEPS, COLUMNS)
-    half = sum_of_values(grad_log_det_ptr, n, ROWS, STEPS) / 2
+    half = vector_sum(grad_log_det_ptr, n, 1, ROWS, STEPS) / 2
     of_w = column < W_NUMEL
     tl.store(grad_w_ptr + column, total + half * _flip_times_count(r_ptr, column, of_w, C, H, W, KH, KW, RH, RW), mask=of_w)
     at = column - W_NUMEL

@@ -26,15 +26,15 @@ from selfnorm.kernels.conv.tiles import (
     column_sums,
     convolved,
     image_constants,
+    image_tile,
     image_tiles,
-    kernel_entries,
     kernel_sides,
     patches,
     share_tiles,
-    sum_of_values,
+    store_taps,
     unrolled,
 )
-from selfnorm.kernels.numerics import correct_truncation
+from selfnorm.kernels.vectors import vector_sum
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
 
 
@@ -57,7 +57,7 @@ class FusedConvSeries(torch.autograd.Function):
 
 
 def series_forward(x: Tensor, kernel: Tensor, bias: Tensor | None, terms: int) -> tuple[Tensor, Tensor, Tensor]:
-    """z = x + t_1 + … + t_terms + b, its log-determinant (N,), and t_1 … t_{terms−1} (terms − 1, N, C, H, W).
+    """Returns z = x + t_1 + … + t_terms + b, its log-determinant (N,), and t_1 … t_{terms−1} (terms − 1, N, C, H, W).
 
     One kernel, which reads x once and writes z and the terms.
     """
@@ -74,7 +74,7 @@ def series_forward(x: Tensor, kernel: Tensor, bias: Tensor | None, terms: int) -
 def series_backward(
     x: Tensor, kernel: Tensor, kept: Tensor, grad_z: Tensor, grad_log_det: Tensor, terms: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `series_forward` for x, the kernel and the bias (C,), in three kernels."""
+    """Returns the gradients of `series_forward` for x, the kernel and the bias (C,), by three kernels."""
     x, kernel, grad_z = x.contiguous(), kernel.contiguous(), grad_z.contiguous()
     sides, shape = kernel_sides(kernel), image_constants(x)
     grad_x, grad_k, grad_b = torch.empty_like(x), torch.empty_like(kernel), x.new_empty(x.shape[1])
@@ -129,9 +129,7 @@ def _series_forward(
         tl.debug_barrier()
         kept = kept_ptr + (i - 1) * tl.cast(numel, tl.int64)
         for start in range(0, H * W, PIXELS):
-            pixel = start + tl.arange(0, PIXELS)
-            valid = (out < C)[:, None] & (pixel < H * W)[None, :]
-            places = image + (out * (H * W))[:, None] + pixel[None, :]
+            pixel, places, valid = image_tile(image, start, out, C, H, W, PIXELS)
             term = convolved(source, kernel_ptr, None, pixel, out, C, H, W, KH, KW, PIXELS, OUT, WIDTH, DEPTH, False, PRECISION)
             term = term / i
             tl.store(kept + places, term, mask=valid & (i < TERMS))
@@ -171,9 +169,7 @@ def _series_backward(
             target = scaled_ptr + (i - 2) * tl.cast(numel, tl.int64)
         tl.debug_barrier()
         for start in range(0, H * W, PIXELS):
-            pixel = start + tl.arange(0, PIXELS)
-            valid = (out < C)[:, None] & (pixel < H * W)[None, :]
-            places = image + (out * (H * W))[:, None] + pixel[None, :]
+            pixel, places, valid = image_tile(image, start, out, C, H, W, PIXELS)
             grad = convolved(
                 source + image, kernel_ptr, None, pixel, out, C, H, W, KH, KW, PIXELS, OUT, WIDTH, DEPTH, True, PRECISION
             )
@@ -211,12 +207,7 @@ def _series_correlate(
                 products += taken * grad
             else:
                 total = tl.dot(grad, tl.trans(taken), total, input_precision=PRECISION)
-    if C == 1:
-        total = tl.sum(products, axis=1)[:, None]
-    else:
-        total = correct_truncation(total, PRECISION)
-    offsets, of_kernel = kernel_entries(k, first, out, C, KH * KW, WIDTH, False)
-    tl.store(row + offsets, total, mask=of_kernel)
+    store_taps(row, total, products, k, first, out, C, KH * KW, WIDTH, PRECISION)
     tl.store(row + C * C * KH * KW + out, tl.sum(arriving, axis=1), mask=(out < C) & (tl.program_id(1) == 0))
 
 
@@ -232,5 +223,5 @@ def _series_finish(
     total = column_sums(partial_ptr, column, C * C * TAPS + C, rows, ROWS, STEPS, COLUMNS)
     tl.store(grad_b_ptr + column - C * C * TAPS, total, mask=(column >= C * C * TAPS) & (column < C * C * TAPS + C))
     diagonal = (column % TAPS == TAPS // 2) & (column // (C * TAPS) == column // TAPS % C)
-    total += tl.where(diagonal, H * W * sum_of_values(grad_log_det_ptr, examples, ROWS, EXAMPLE_STEPS), 0.0)
+    total += tl.where(diagonal, H * W * vector_sum(grad_log_det_ptr, examples, 1, ROWS, EXAMPLE_STEPS), 0.0)
     tl.store(grad_k_ptr + column, total, mask=column < C * C * TAPS)

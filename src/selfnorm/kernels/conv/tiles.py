@@ -29,7 +29,7 @@ MAX_PARTIAL_ROWS = 512  # rows of partial sums: adding more would take longer th
 
 
 def image_tiles(x: Tensor, pixels: int = 256, taps: int = 9) -> dict[str, Any]:
-    """Tile sizes for a program that processes one image like x, with kernels of `taps` taps.
+    """Returns tile sizes for a program that processes one image like x, with kernels of `taps` taps.
 
     A tile has at most `pixels` pixels if there are several channels.
     """
@@ -45,7 +45,7 @@ def image_tiles(x: Tensor, pixels: int = 256, taps: int = 9) -> dict[str, Any]:
 
 
 def batch_tiles(x: Tensor, kernel: Tensor) -> dict[str, Any]:
-    """Tile sizes for programs that take tiles of all the batch's pixels, small enough to keep the whole card busy."""
+    """Returns tile sizes for programs that take tiles of all the batch's pixels, small enough to keep the whole card busy."""
     channels, pixels = x.shape[1], x.shape[0] * x.shape[2] * x.shape[3]
     if channels == 1:
         block = min(triton.next_power_of_2(pixels), 512)
@@ -57,40 +57,43 @@ def batch_tiles(x: Tensor, kernel: Tensor) -> dict[str, Any]:
 
 
 def depth_for(width: int, taps: int) -> int:
-    """How much of k one product takes. Padding beyond the last tap costs less than another round through shared memory."""
+    """Returns how much of k one product takes.
+
+    Padding beyond the last tap costs less than another round through shared memory.
+    """
     return max(16, width, min(64, triton.next_power_of_2(width * taps)))
 
 
 def share_tiles(pixels: int, tiles: dict[str, Any]) -> tuple[int, int]:
-    """The number of tiles that each program takes, and the number of programs."""
+    """Returns the number of tiles that each program takes, and the number of programs."""
     each = triton.next_power_of_2(triton.cdiv(pixels, tiles["PIXELS"] * MAX_PARTIAL_ROWS))
     return each, triton.cdiv(pixels, tiles["PIXELS"] * each)
 
 
 def image_sum_tiles(rows: int) -> dict[str, Any]:
-    """Tile sizes for sums over rows. They take few distinct values, so that most batch sizes share a compiled kernel."""
+    """Returns tile sizes for sums over rows, of few distinct values, so that most batch sizes share a compiled kernel."""
     return {"ROWS": 64, "STEPS": triton.next_power_of_2(triton.cdiv(rows, 64)), "COLUMNS": 32}
 
 
 def batch_sum_tiles(rows: int, examples: int) -> dict[str, Any]:
-    """Tile sizes for sums over rows and over examples. They take few distinct values, as in `image_sum_tiles`."""
+    """Returns tile sizes for sums over rows and over examples, of few distinct values, as in `image_sum_tiles`."""
     steps = [triton.next_power_of_2(triton.cdiv(count, 128)) for count in (rows, examples)]
     return {"ROWS": 128, "STEPS": steps[0], "EXAMPLE_STEPS": steps[1], "COLUMNS": 32}
 
 
 def image_constants(x: Tensor) -> dict[str, Any]:
-    """Compile-time arguments that every kernel takes: the shape of images like x, and the precision of products."""
+    """Returns compile-time arguments that every kernel takes: the shape of images like x, and the precision of products."""
     return {"C": x.shape[1], "H": x.shape[2], "W": x.shape[3], "PRECISION": input_precision()}
 
 
 def kernel_sides(kernel: Tensor) -> dict[str, Any]:
-    """Compile-time arguments for the sides of a kernel (C, C, kh, kw)."""
+    """Returns compile-time arguments for the sides of a kernel (C, C, kh, kw)."""
     return {"KH": kernel.shape[2], "KW": kernel.shape[3]}
 
 
 @triton.constexpr_function
 def unrolled(number: int, at_once: int, channels: int, products: str) -> int:
-    """The unroll factor of a loop over `number` taps or terms that takes `at_once` of them per round: all rounds or 1.
+    """Returns the unroll factor of a loop over `number` taps or terms, `at_once` of them per round: all rounds or 1.
 
     Unrolled loops are faster, but long ones take the compiler minutes. A product in more than TF32 has many operations, so even a
     short loop over them spills registers to memory when unrolled: on an H200 that took 287 µs instead of 18.
@@ -112,6 +115,17 @@ def batch_tile(tile, pixels, out, C: tl.constexpr, H: tl.constexpr, W: tl.conste
     pixel = at % (H * W)
     image = ((at // (H * W)).to(tl.int64) * (C * H * W))[None, :]
     return image, pixel, image + (out * (H * W))[:, None] + pixel[None, :], valid
+
+
+@triton.jit
+def image_tile(image, start, out, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, PIXELS: tl.constexpr):
+    """The pixels of an image from `start` on, and the offsets of all their channels if the image begins at the offset `image`.
+
+    Also a mask (OUT, PIXELS) of the offsets that exist.
+    """
+    pixel = start + tl.arange(0, PIXELS)
+    valid = (out < C)[:, None] & (pixel < H * W)[None, :]
+    return pixel, image + (out * (H * W))[:, None] + pixel[None, :], valid
 
 
 @triton.jit
@@ -195,6 +209,19 @@ def correlate(
 
 
 @triton.jit
+def store_taps(
+    partial, total, products, k, first, out, C: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Stores the part of a kernel's gradient that `total` (out, k) holds; for a single channel `products` (out, pixels) do."""
+    if C == 1:
+        total = tl.sum(products, axis=1)[:, None]
+    else:
+        total = correct_truncation(total, PRECISION)
+    offsets, of_kernel = kernel_entries(k, first, out, C, TAPS, WIDTH, False)
+    tl.store(partial + offsets, total, mask=of_kernel)
+
+
+@triton.jit
 def column_sums(partial, columns, width, rows, ROWS: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr):
     """The sums of the given columns of a matrix (rows, width), with rows ≤ ROWS·STEPS."""
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -202,14 +229,4 @@ def column_sums(partial, columns, width, rows, ROWS: tl.constexpr, STEPS: tl.con
         row = step * ROWS + tl.arange(0, ROWS)
         offsets = row.to(tl.int64)[:, None] * width + columns[None, :]
         total += tl.load(partial + offsets, mask=(row < rows)[:, None] & (columns < width)[None, :], other=0.0)
-    return tl.sum(total, axis=0)
-
-
-@triton.jit
-def sum_of_values(values, n, ROWS: tl.constexpr, STEPS: tl.constexpr):
-    """The sum of n ≤ ROWS·STEPS values."""
-    total = tl.zeros((ROWS,), tl.float32)
-    for step in range(STEPS):
-        at = step * ROWS + tl.arange(0, ROWS)
-        total += tl.load(values + at, mask=at < n, other=0.0)
     return tl.sum(total, axis=0)

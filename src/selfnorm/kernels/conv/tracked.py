@@ -19,10 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from selfnorm.kernels.conv.convolution import conv_backward, conv_forward
-from selfnorm.kernels.conv.tiles import convolved, image_constants, image_tiles, tap_offset
-from selfnorm.kernels.dense.tracking import index_type
+from selfnorm.kernels.conv.tiles import convolved, image_constants, image_tile, image_tiles, tap_offset
 from selfnorm.kernels.dispatch import allows_tf32
-from selfnorm.kernels.numerics import quotient_and_remainder
+from selfnorm.kernels.numerics import index_type, quotient_and_remainder
+from selfnorm.kernels.vectors import fill_vector
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
 from selfnorm.runtime.context import current_step
 
@@ -55,7 +55,7 @@ class FusedTrackedConv2d(torch.autograd.Function):
 
 
 def error_of_convolution(R: Tensor, w: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """R (D, D), kernel w -> E = I − R T(w) for images of this size, and partial sums of E² (D,): one kernel."""
+    """Returns E = I − R T(w) (D, D) for images of this size, and partial sums of E² (D,): one kernel."""
     images = R.contiguous().view(-1, w.shape[1], *size)
     error, squares = torch.empty_like(images), R.new_empty(R.shape[0])
     shape = image_constants(images) | {"PRECISION": "tf32x3" if allows_tf32() else "ieee"}
@@ -66,7 +66,7 @@ def error_of_convolution(R: Tensor, w: Tensor, size: tuple[int, int]) -> tuple[T
 
 
 def tap_means(R: Tensor, w: Tensor, size: tuple[int, int], out: Tensor, zeros: Tensor) -> None:
-    """∂log|det T(w)|/∂w / HW into `out` (like w), for images of this size, and 0 into all of `zeros` (N,): one kernel.
+    """Writes ∂log|det T(w)|/∂w / HW to `out` (like w), for images of this size, and 0 to all of `zeros` (N,): one kernel.
 
     R: the inverse of T(w) (D, D), or of a 1×1 kernel's matrix (C, C), whose HW copies T(w) then is.
     """
@@ -91,9 +91,7 @@ def _convolution_error_kernel(
     out = tl.arange(0, OUT)
     total = tl.zeros((OUT, PIXELS), tl.float32)
     for start in range(0, H * W, PIXELS):
-        pixel = start + tl.arange(0, PIXELS)
-        valid = (out < C)[:, None] & (pixel < H * W)[None, :]
-        places = (out * (H * W))[:, None] + pixel[None, :]
+        pixel, places, valid = image_tile(0, start, out, C, H, W, PIXELS)
         product = convolved(images + image, kernel, None, pixel, out, C, H, W, KH, KW, PIXELS, OUT, WIDTH, DEPTH, True, PRECISION)
         off = tl.where(valid, tl.where(places == n, 1.0, 0.0) - product, 0.0)
         tl.store(error + image + places, off, mask=valid)
@@ -127,6 +125,4 @@ def _tap_means_kernel(
         mean = tl.load(R + i * C + o, mask=valid, other=0.0)
     tl.store(means + column, mean, mask=valid)
     if tl.program_id(0) == 0:
-        for start in range(0, examples, 128):
-            n = start + tl.arange(0, 128)
-            tl.store(zeros + n, tl.zeros((128,), tl.float32), mask=n < examples)
+        fill_vector(zeros, examples, 0.0)

@@ -73,14 +73,14 @@ class MatrixAffine(torch.autograd.Function):
 
 
 def matrix_inverse(z: Tensor, network_input: Tensor | None, weights: NetworkWeights) -> Tensor:
-    """Inverse of `MatrixAffine` in float32: x = (z − t)·exp(−log s), without a gradient."""
+    """Returns the inverse of `MatrixAffine` in float32: x = (z − t)·exp(−log s), without a gradient."""
     return _affine_by_products(z, network_input, False, weights, inverse=True)[0]
 
 
 def _affine_by_products(
     x: Tensor, network_input: Tensor | None, in_bf16: bool, parameters: Sequence[Tensor], *, inverse: bool = False
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """The affine map of x, or its inverse; its log_det; and the tensors that the backward pass needs."""
+    """Returns the affine map of x, or its inverse; its log_det; and the tensors that the backward pass needs."""
     weights = NetworkWeights(*(parameter.contiguous() for parameter in parameters))
     stay = weights.first.shape[1] if network_input is None else 0
     w1, b1, w2, b2, w3, w2_across, w3_across = pack_weights(*weights[:5], torch.bfloat16 if in_bf16 else torch.float32)
@@ -93,7 +93,7 @@ def _affine_by_products(
 
 
 def _through_last_layer(columns: Tensor, w3: Tensor, h2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """G₂ = (B·W₃) ⊙ [H₂ > 0], and in parts its column sums and BᵀH₂: in one pass if B has few enough columns."""
+    """Returns G₂ = (B·W₃) ⊙ [H₂ > 0], and in parts its column sums and BᵀH₂: in one pass if B has few enough columns."""
     if on_tensor_cores(columns.dtype) and columns.shape[1] <= (64 if columns.dtype == torch.float32 else 128):
         return last_layer_backward(columns, w3, h2)
     g2, sums = masked_product(columns, w3, h2)
@@ -101,7 +101,10 @@ def _through_last_layer(columns: Tensor, w3: Tensor, h2: Tensor) -> tuple[Tensor
 
 
 def _through_first_layer(g2: Tensor, w2: Tensor, h1: Tensor, columns: Tensor, w1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """In parts, for G₁ = (G₂·W₂) ⊙ [H₁ > 0]: its column sums, G₁ᵀA and G₁·W₁. G₁ is not stored if A has few enough columns."""
+    """Returns, in parts, the column sums of G₁ = (G₂·W₂) ⊙ [H₁ > 0], G₁ᵀA and G₁·W₁.
+
+    G₁ is not stored if A has few enough columns.
+    """
     if on_tensor_cores(g2.dtype) and columns.shape[1] <= 64:
         return first_layer_backward(g2, w2, h1, columns, w1)
     g1, sums = masked_product(g2, w2, h1)
@@ -109,7 +112,7 @@ def _through_first_layer(g2: Tensor, w2: Tensor, h1: Tensor, columns: Tensor, w1
 
 
 def _relu_layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """relu(x·Wᵀ + b) in one pass: cuBLAS adds the bias and clips before it writes."""
+    """Returns relu(x·Wᵀ + b), in one pass: cuBLAS adds the bias and clips before it writes."""
     fused = getattr(torch, "_addmm_activation", None)
     if fused is None:
         return F.relu(torch.addmm(bias, x, weight.t()))
@@ -117,5 +120,5 @@ def _relu_layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _float32_product(a: Tensor, b: Tensor) -> Tensor:
-    """a·b in float32, for float32 or bfloat16 factors."""
+    """Returns a·b in float32, for float32 or bfloat16 factors."""
     return a @ b if a.dtype == torch.float32 else summed_in_float32(a, b)

@@ -26,7 +26,7 @@ class NetworkWeights(NamedTuple):
 
 
 def coupling_kernels_fit(weights: NetworkWeights, x: Tensor, network_input: Tensor) -> bool:
-    """Whether `MatrixAffine` and `matrix_inverse` can compute the map: usable tensors, no autocast, not too many channels."""
+    """Returns whether `MatrixAffine` and `matrix_inverse` can compute the map: usable tensors, no autocast, few channels."""
     return (
         usable(x, network_input, *weights)
         and not torch.is_autocast_enabled(x.device.type)

@@ -21,12 +21,12 @@ from selfnorm.kernels.numerics import quotient_and_remainder
 
 
 def padded_columns(columns: int) -> int:
-    """The least multiple of 16 that is at least `columns`."""
+    """Returns the least multiple of 16 that is at least `columns`."""
     return -(-columns // 16) * 16
 
 
 def gather_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The 3×3 neighbourhoods of x (N, C, H, W), of any strides, as columns in `dtype`: (NHW, 9C padded)."""
+    """Returns the 3×3 neighbourhoods of x (N, C, H, W), of any strides, as columns in `dtype`: (NHW, 9C padded)."""
     n, channels, height, width = x.shape
     rows, columns = n * height * width, padded_columns(9 * channels)
     out = torch.empty(rows, columns, dtype=dtype, device=x.device)

@@ -17,14 +17,15 @@ from selfnorm.kernels.numerics import quotient_and_remainder
 def affine_head(
     columns: Tensor, bias: Tensor, log_scale: Tensor, x: Tensor, stay: int, *, inverse: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The affine map of x that the last convolution's columns describe: h = (scatter(columns) + bias)·exp(3·log_scale), and
+    """Returns z, the affine map of x that the last convolution's columns describe, its log_det, and h for the backward pass.
 
+        h = (scatter(columns) + bias)·exp(3·log_scale)
         log s = 2·tanh(h_even/2),   z = x·exp(log s) + h_odd,   log_det = Σ log s;
 
     or, with `inverse`, (x − h_odd)·exp(−log s) in place of z.
 
     columns: (NHW, ≥ 18C) float32. x: (N, stay + C, H, W), with any strides; its first `stay` channels are copied.
-    Returns z like x, log_det (N,), and h (NHW, 2C) for the backward pass.
+    z is like x, log_det (N,), h (NHW, 2C).
     """
     n, channels, height, width = x.shape
     changing = channels - stay
@@ -42,7 +43,7 @@ def affine_head(
 def affine_head_backward(
     grad_z: Tensor, grad_log_det: Tensor, x: Tensor, h: Tensor, log_scale: Tensor, grad_x: Tensor, stay: int
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of scatter(columns), (NHW, 2C), and of bias and log_scale for each example, (N, 2, 2C).
+    """Returns the gradients of scatter(columns), (NHW, 2C), and of bias and log_scale for each example, (N, 2, 2C).
 
     The gradient of x's channels from `stay` on is written into grad_x (N, stay + C, H, W), contiguous.
     """
@@ -59,7 +60,7 @@ def affine_head_backward(
 
 
 def _pixels_per_step(size: int, channels: int) -> int:
-    """The number of pixels of an example that a program processes at once."""
+    """Returns the number of pixels of an example that a program processes at once."""
     return min(max(1024 // triton.next_power_of_2(channels), 16), triton.next_power_of_2(size))
 
 

@@ -6,46 +6,56 @@ set off CUDA, converts bfloat16 to float32 before a product, since Triton's inte
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from selfnorm.kernels.dispatch import allows_tf32
+from selfnorm.kernels.tiles import ProductTiles
 
 
-class ProductTile(NamedTuple):
-    """The rows, columns and depth that a program multiplies at a time, its warps, and the stages of its pipeline."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
-def _product_tile(rows: int, width: int, dtype: torch.dtype) -> ProductTile:
-    """The tile for a product: the fastest, or nearly so, of several on one H200 at the shapes of Glow for MNIST and CIFAR-10."""
+def _hidden_tiles(rows: int, width: int, dtype: torch.dtype) -> ProductTiles:
+    """Returns tiles for a product: the fastest, or nearly so, of several on one H200 at Glow's shapes for MNIST and CIFAR-10."""
     if dtype == torch.float32:
-        return ProductTile(64, 128, 32, 4, 3)
+        return ProductTiles(64, 128, 32, 4, 3)
     few = triton.cdiv(rows, 128) * triton.cdiv(width, 128) < 512
-    return ProductTile(64, 128, 64, 4, 3) if few else ProductTile(128, 128, 64, 8, 3)
+    return ProductTiles(64, 128, 64, 4, 3) if few else ProductTiles(128, 128, 64, 8, 3)
 
 
-def _share_row_blocks(rows: int, width: int, tile: ProductTile, device: torch.device) -> tuple[int, int]:
-    """The number of programs that share the blocks of rows, about one for each processor, and the blocks that each takes."""
+def _share_row_blocks(rows: int, width: int, tiles: ProductTiles, device: torch.device) -> tuple[int, int]:
+    """Returns the number of programs that share the blocks of rows, about one per processor, and the blocks that each takes."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    blocks = triton.cdiv(rows, tile.rows)
-    parts = max(min(processors * (8 // tile.warps) // triton.cdiv(width, tile.columns), blocks), 1)
+    blocks = triton.cdiv(rows, tiles.rows)
+    parts = max(min(processors * (8 // tiles.warps) // triton.cdiv(width, tiles.columns), blocks), 1)
     steps = triton.cdiv(blocks, parts)
     return triton.cdiv(blocks, steps), steps
 
 
 def on_tensor_cores(dtype: torch.dtype) -> bool:
-    """Whether tensor cores compute products in this dtype; full float32 is left to torch."""
+    """Returns whether tensor cores compute products in this dtype; full float32 is left to torch."""
     return dtype != torch.float32 or allows_tf32()
+
+
+@triton.jit
+def _rows_times(
+    a, b, inner_stride, width_stride, row, column, rows,
+    INNER: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """The tile (M, N) of a·b with these rows and columns; a (rows, INNER), contiguous, and b (INNER, WIDTH), with any strides."""
+    k = tl.arange(0, K)
+    left_tile = a + row.to(tl.int64)[:, None] * INNER + k[None, :]
+    right_tile = b + k[:, None] * inner_stride + column[None, :] * width_stride
+    total = tl.zeros([M, N], tl.float32)
+    for start in range(0, INNER, K):
+        left = tl.load(left_tile, mask=(row < rows)[:, None] & (k < INNER - start)[None, :], other=0.0)
+        right = tl.load(right_tile, mask=(k < INNER - start)[:, None] & (column < WIDTH)[None, :], other=0.0)
+        if WIDEN:
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        total = tl.dot(left, right, total, input_precision="tf32")
+        left_tile += K
+        right_tile += K * inner_stride
+    return total
 
 
 @triton.jit
@@ -58,18 +68,7 @@ def _masked_product(
     block = tl.program_id(0) // across
     row = block * M + tl.arange(0, M)
     column = (tl.program_id(0) % across) * N + tl.arange(0, N)
-    k = tl.arange(0, K)
-    a_tile = a + row.to(tl.int64)[:, None] * inner + k[None, :]
-    b_tile = b + k[:, None] * inner_stride + column[None, :] * width_stride
-    total = tl.zeros([M, N], tl.float32)
-    for start in range(0, inner, K):
-        left = tl.load(a_tile, mask=(row < rows)[:, None] & (k < inner - start)[None, :], other=0.0)
-        right = tl.load(b_tile, mask=(k < inner - start)[:, None] & (column < width)[None, :], other=0.0)
-        if WIDEN:
-            left, right = left.to(tl.float32), right.to(tl.float32)
-        total = tl.dot(left, right, total, input_precision="tf32")
-        a_tile += K
-        b_tile += K * inner_stride
+    total = _rows_times(a, b, inner_stride, width_stride, row, column, rows, inner, width, M, N, K, WIDEN)
     place = row.to(tl.int64)[:, None] * width + column[None, :]
     known = (row < rows)[:, None] & (column < width)[None, :]
     total = tl.where(tl.load(activation + place, mask=known, other=0.0).to(tl.float32) > 0, total, 0.0)
@@ -77,8 +76,8 @@ def _masked_product(
     tl.store(sums + block.to(tl.int64) * width + column, tl.sum(total, axis=0), mask=column < width)
 
 
-def masked_product(a: Tensor, b: Tensor, activation: Tensor, tile: ProductTile | None = None) -> tuple[Tensor, Tensor]:
-    """g = (a·b) ⊙ [activation > 0] in a's dtype, and sums of g's columns over blocks of rows: the gradient through a ReLU.
+def masked_product(a: Tensor, b: Tensor, activation: Tensor, tiles: ProductTiles | None = None) -> tuple[Tensor, Tensor]:
+    """Returns g = (a·b) ⊙ [activation > 0] in a's dtype, the gradient through a ReLU, and its column sums over blocks of rows.
 
     a (M, K), contiguous; b (K, D), with any strides; activation (M, D), contiguous. Sums: (blocks, D) float32, before rounding.
     Reads activation and writes g once, in the product's own kernel. In full float32, which tensor cores do
@@ -88,13 +87,13 @@ def masked_product(a: Tensor, b: Tensor, activation: Tensor, tile: ProductTile |
     if not on_tensor_cores(a.dtype):
         g = torch.ops.aten.threshold_backward(a @ b, activation, 0)
         return g, g.sum(0, keepdim=True)
-    tile = tile or _product_tile(rows, width, a.dtype)
+    tiles = tiles or _hidden_tiles(rows, width, a.dtype)
     out = torch.empty_like(activation)
-    blocks = triton.cdiv(rows, tile.rows)
+    blocks = triton.cdiv(rows, tiles.rows)
     sums = torch.empty(blocks, width, dtype=torch.float32, device=a.device)
-    _masked_product[(blocks * triton.cdiv(width, tile.columns),)](
-        a, b, *b.stride(), activation, out, sums, rows, inner=inner, width=width, M=tile.rows, N=tile.columns, K=tile.depth,
-        WIDEN=not a.is_cuda, num_warps=tile.warps, num_stages=tile.stages,
+    _masked_product[(blocks * triton.cdiv(width, tiles.columns),)](
+        a, b, *b.stride(), activation, out, sums, rows, inner=inner, width=width, M=tiles.rows, N=tiles.columns, K=tiles.depth,
+        WIDEN=not a.is_cuda, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out, sums
 
@@ -133,23 +132,23 @@ def _last_layer_backward(
 
 
 def last_layer_backward(
-    columns: Tensor, w: Tensor, activation: Tensor, tile: ProductTile | None = None
+    columns: Tensor, w: Tensor, activation: Tensor, tiles: ProductTiles | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """G = (columns·w) ⊙ [activation > 0], and in parts to be summed G's column sums and columnsᵀ·activation.
+    """Returns G = (columns·w) ⊙ [activation > 0], and in parts to be summed G's column sums and columnsᵀ·activation.
 
     columns (M, K), K ≤ 128, and activation (M, D), contiguous; w (K, D), with any strides. Sums (parts, D) and products
     (parts, K, D) are float32. Reads activation and writes G once, and little else: K is small compared with D.
     """
     (rows, inner), width = columns.shape, w.shape[1]
-    tile = tile or ProductTile(64, 128, inner, 4 if inner <= 64 else 8, 1 if columns.dtype == torch.float32 else 2)
-    parts, steps = _share_row_blocks(rows, width, tile, columns.device)
+    tiles = tiles or ProductTiles(64, 128, inner, 4 if inner <= 64 else 8, 1 if columns.dtype == torch.float32 else 2)
+    parts, steps = _share_row_blocks(rows, width, tiles, columns.device)
     out = torch.empty_like(activation)
     sums = torch.empty(parts, width, dtype=torch.float32, device=w.device)
     products = torch.empty(parts, inner, width, dtype=torch.float32, device=w.device)
-    _last_layer_backward[(parts * triton.cdiv(width, tile.columns),)](
+    _last_layer_backward[(parts * triton.cdiv(width, tiles.columns),)](
         columns, w, *w.stride(), activation, out, sums, products, rows, D=width, COLUMNS=inner, STEPS=steps,
-        M=tile.rows, N=tile.columns, K=max(triton.next_power_of_2(inner), 16), WIDEN=not w.is_cuda,
-        num_warps=tile.warps, num_stages=tile.stages,
+        M=tiles.rows, N=tiles.columns, K=max(triton.next_power_of_2(inner), 16), WIDEN=not w.is_cuda,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out, sums, products
 
@@ -172,18 +171,7 @@ def _first_layer_backward(
     bias = tl.zeros([N], tl.float32)
     for step in range(STEPS):
         row = (part * STEPS + step) * M + tl.arange(0, M)
-        k = tl.arange(0, K)
-        left_tile = g + row.to(tl.int64)[:, None] * D + k[None, :]
-        right_tile = w + k[:, None] * w_k + d[None, :] * w_d
-        total = tl.zeros([M, N], tl.float32)
-        for start in range(0, D, K):
-            left = tl.load(left_tile, mask=(row < rows)[:, None] & (k < D - start)[None, :], other=0.0)
-            right = tl.load(right_tile, mask=(k < D - start)[:, None] & (d < D)[None, :], other=0.0)
-            if WIDEN:
-                left, right = left.to(tl.float32), right.to(tl.float32)
-            total = tl.dot(left, right, total, input_precision="tf32")
-            left_tile += K
-            right_tile += K * w_k
+        total = _rows_times(g, w, w_k, w_d, row, d, rows, D, D, M, N, K, WIDEN)
         place = row.to(tl.int64)[:, None] * D + d[None, :]
         active = tl.load(activation + place, mask=(row < rows)[:, None] & (d < D)[None, :], other=0.0)
         total = tl.where(active.to(tl.float32) > 0, total, 0.0)
@@ -202,23 +190,23 @@ def _first_layer_backward(
 
 
 def first_layer_backward(
-    g: Tensor, w: Tensor, activation: Tensor, columns: Tensor, first: Tensor, tile: ProductTile | None = None
+    g: Tensor, w: Tensor, activation: Tensor, columns: Tensor, first: Tensor, tiles: ProductTiles | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """With G = (g·w) ⊙ [activation > 0]: its column sums, Gᵀ·columns and G·first, each in parts to be summed. G is not stored.
+    """Returns, in parts to be summed, the column sums of G = (g·w) ⊙ [activation > 0], Gᵀ·columns and G·first. G is not stored.
 
     g and activation (M, D), columns (M, K) and first (D, K), K ≤ 64, all contiguous; w (D, D), with any strides. Sums (parts, D),
     Gᵀ·columns (parts, D, K), G·first (blocks of D, M, K), all float32. Reads activation once, g once per tile's columns.
     """
     (rows, width), inner = g.shape, columns.shape[1]
-    tile = tile or _product_tile(rows, width, g.dtype)
-    parts, steps = _share_row_blocks(rows, width, tile, g.device)
-    across = triton.cdiv(width, tile.columns)
+    tiles = tiles or _hidden_tiles(rows, width, g.dtype)
+    parts, steps = _share_row_blocks(rows, width, tiles, g.device)
+    across = triton.cdiv(width, tiles.columns)
     sums = torch.empty(parts, width, dtype=torch.float32, device=g.device)
     products = torch.empty(parts, width, inner, dtype=torch.float32, device=g.device)
     input_parts = torch.empty(across, rows, inner, dtype=torch.float32, device=g.device)
     _first_layer_backward[(parts * across,)](
         g, w, *w.stride(), activation, columns, first, sums, products, input_parts, rows, D=width, COLUMNS=inner, STEPS=steps,
-        M=tile.rows, N=tile.columns, K=tile.depth, WIDE=triton.next_power_of_2(inner), WIDEN=not g.is_cuda,
-        num_warps=tile.warps, num_stages=tile.stages,
+        M=tiles.rows, N=tiles.columns, K=tiles.depth, WIDE=triton.next_power_of_2(inner), WIDEN=not g.is_cuda,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return sums, products, input_parts

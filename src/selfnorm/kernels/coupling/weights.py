@@ -16,7 +16,7 @@ from selfnorm.kernels.numerics import quotient_and_remainder
 def pack_weights(
     first: Tensor, first_bias: Tensor, second: Tensor, second_bias: Tensor, last: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The three convolutions' weights as matrices in `dtype`, float32 or bfloat16, in one kernel.
+    """Returns the three convolutions' weights as matrices in `dtype`, float32 or bfloat16, in one kernel.
 
     first (D, C₁, 3, 3), second (D, D, 1, 1), last (2C, D, 3, 3), all contiguous, become
 
@@ -51,11 +51,11 @@ def pack_weights(
 def unpack_gradients(
     first: Tensor, first_sums: Tensor, second_sums: Tensor, last: Tensor, head_sums: Tensor, channels: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of the weights from those of the packed matrices, with all parts added up, in one kernel.
+    """Returns the gradients of the weights from those of the packed matrices, with all parts added up, in one kernel.
 
     first (parts, D, 9C₁ padded) and last (parts, 18C padded, D); sums for biases (parts, D); head_sums of `affine_head_backward`
     (N, 2, 2C); all float32 and contiguous. Numbers of parts may differ.
-    Returns the gradients of W₁ (D, C₁, 3, 3), its bias, W₂'s bias, W₃ (2C, D, 3, 3), its bias, and of log_scale.
+    They are those of W₁ (D, C₁, 3, 3), its bias, W₂'s bias, W₃ (2C, D, 3, 3), its bias, and of log_scale.
     """
     (_, width, k1), (_, k3, _), (n, _, outputs) = first.shape, last.shape, head_sums.shape
     new = partial(torch.empty, dtype=torch.float32, device=first.device)

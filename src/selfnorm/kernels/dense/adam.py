@@ -28,20 +28,19 @@ from torch import Tensor
 
 from selfnorm.kernels.dense.gradient import (
     MAX_FACTORED_EXAMPLES,
-    GradientTiles,
     addend_tile,
     factor_product,
     gradient_from_factors,
-    sum_blocks,
-    summed,
     with_free_layout,
 )
 from selfnorm.kernels.dispatch import input_precision
+from selfnorm.kernels.tiles import ProductTiles, matrix_tile, tile_offsets
+from selfnorm.kernels.vectors import sum_blocks, vector_sum
 from selfnorm.runtime.collector import AdamArguments, Moments
 
 # Up to this many gradients, with this many numbers in all, one program checks as fast as many would.
 FEW_GRADIENTS, FEW_NUMBERS, BLOCK = 8, 2**16, 1024
-TILES = GradientTiles(rows=32, columns=32, depth=64, warps=4, stages=3)  # of W that a program updates
+TILES = ProductTiles(rows=32, columns=32, depth=64, warps=4, stages=3)  # of W that a program updates
 
 
 def adam_pair(
@@ -56,7 +55,7 @@ def adam_pair(
     factor: float,
     adam: AdamArguments,
     *,
-    by: GradientTiles | None = None,
+    by: ProductTiles | None = None,
 ) -> None:
     """Updates W and R (D, D), contiguous, in place. The factors are (N, D), scale (N,) or a scalar."""
     examples, features = x.shape
@@ -88,7 +87,7 @@ def adam_single(
     factor: float,
     adam: AdamArguments,
     *,
-    by: GradientTiles | None = None,
+    by: ProductTiles | None = None,
 ) -> None:
     """Updates W (D, D) by the gradient aᵀb + s·M, with a and b (N, D) and M the addend (D, D), transposed or not."""
     if len(a) > MAX_FACTORED_EXAMPLES and by is None:
@@ -105,7 +104,7 @@ def adam_dense(W: Tensor, state: Moments, grad: Tensor, adam: AdamArguments) -> 
 
 def _single(
     W: Tensor, state: Moments, a: Tensor, b: Tensor, addend: Tensor, addend_transposed: bool, scale: Tensor, factor: float,
-    adam: AdamArguments, by: GradientTiles,
+    adam: AdamArguments, by: ProductTiles,
 ) -> None:  # fmt: skip
     examples, features = a.shape
     _expect_contiguous(W, *state)
@@ -125,12 +124,12 @@ def _expect_contiguous(*matrices: Tensor) -> None:
 
 
 def _constants(adam: AdamArguments) -> tuple[float, ...]:
-    """β₁, β₂, their logarithms and ε."""
+    """Returns β₁, β₂, their logarithms and ε."""
     return (*adam.betas, *(math.log(beta) if beta else -math.inf for beta in adam.betas), adam.eps)
 
 
 def few_and_small(gradients: Sequence[Tensor]) -> bool:
-    """Whether `begin_update` can check these gradients."""
+    """Returns whether `begin_update` can check these gradients."""
     total = sum(gradient.numel() for gradient in gradients)
     return len(gradients) <= FEW_GRADIENTS and total <= FEW_NUMBERS and all(gradient.is_contiguous() for gradient in gradients)
 
@@ -211,16 +210,12 @@ def _pair_kernel(
     LOG2: tl.constexpr, EPSILON: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     STEPS: tl.constexpr, SUMS: tl.constexpr, ROUNDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    at = rows[:, None].to(tl.int64) * features + columns[None, :]
-    inside = (rows[:, None] < features) & (columns[None, :] < features)
-    across = columns[:, None].to(tl.int64) * features + rows[None, :]
-    valid = (columns[:, None] < features) & (rows[None, :] < features)
+    rows, columns, at, inside = matrix_tile(features, features, ROWS, COLUMNS)
+    across, valid = tile_offsets(columns, rows, features, features)
     gradient_w = factor_product(towards_w, x, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
     # R's as ∂Rᵀ = zᵀ towards_r − s·W, whose tile has the shape of W's.
     gradient_r = factor_product(z, towards_r, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
-    half = factor * summed(scale, count, stride, SUMS, ROUNDS)
+    half = factor * vector_sum(scale, count, stride, SUMS, ROUNDS)
     value_r = tl.load(R + across, mask=valid, other=0.0)
     value_w = tl.load(W + at, mask=inside, other=0.0)
     m_w = tl.load(W_average + at, mask=inside, other=0.0)
@@ -248,10 +243,7 @@ def _single_kernel(
     EPSILON: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr,
     SUMS: tl.constexpr, ROUNDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    at = rows[:, None].to(tl.int64) * features + columns[None, :]
-    inside = (rows[:, None] < features) & (columns[None, :] < features)
+    rows, columns, at, inside = matrix_tile(features, features, ROWS, COLUMNS)
     value = tl.load(W + at, mask=inside, other=0.0)
     m = tl.load(average + at, mask=inside, other=0.0)
     v = tl.load(square + at, mask=inside, other=0.0)
@@ -259,7 +251,7 @@ def _single_kernel(
         gradient = factor_product(a, b, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
     term = addend_tile(addend, rows, columns, at, inside, features, TRANSPOSED)
     if STEPS > 0:
-        gradient = with_free_layout(gradient) + factor * summed(scale, count, stride, SUMS, ROUNDS) * term
+        gradient = with_free_layout(gradient) + factor * vector_sum(scale, count, stride, SUMS, ROUNDS) * term
     else:
         gradient = term
     size, root = _corrections(number, rate, LOG1, LOG2)

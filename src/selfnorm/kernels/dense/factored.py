@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from selfnorm.kernels.dispatch import usable
 from selfnorm.linalg.iterations import transposed
-from selfnorm.runtime.collector import AdamArguments, Moments
+from selfnorm.runtime.collector import AdamArguments, FactoredGradient, GradientCollector, Moments
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PairGradient:
         ]
 
     def update_by_kernel(self, moments: Sequence[Moments], adam: AdamArguments) -> None:
-        """One step of Adam for W and R, in place, by one kernel that multiplies the factors itself."""
+        """Takes one step of Adam for W and R, in place, by one kernel that multiplies the factors itself."""
         from selfnorm.kernels.dense.adam import adam_pair
 
         adam_pair(self.W, self.R, (moments[0], moments[1]), *self.factors, 0.5, adam)
@@ -75,14 +75,22 @@ class SingleGradient:
         return [_multiplied(self.a, self.b, self.addend, self.addend_transposed, self.scale, 1.0)]
 
     def update_by_kernel(self, moments: Sequence[Moments], adam: AdamArguments) -> None:
-        """One step of Adam for W, in place, by one kernel that multiplies the factors itself."""
+        """Takes one step of Adam for W, in place, by one kernel that multiplies the factors itself."""
         from selfnorm.kernels.dense.adam import adam_single
 
         adam_single(self.W, moments[0], self.a, self.b, self.addend, self.addend_transposed, self.scale, 1.0, adam)
 
 
+def collected_or_multiplied(gradient: FactoredGradient, collector: GradientCollector | None) -> Sequence[Tensor | None]:
+    """Returns the gradient of each parameter, or None for each if there is a collector, which takes the factors instead."""
+    if collector is None:
+        return gradient.multiplied()
+    collector.append(gradient)
+    return [None] * len(gradient.parameters)
+
+
 def _multiplied(a: Tensor, b: Tensor, addend: Tensor, addend_transposed: bool, scale: Tensor, factor: float) -> Tensor:
-    """aᵀb + factor·Σscale·M with M the addend, transposed or not."""
+    """Returns aᵀb + factor·Σscale·M with M the addend, transposed or not."""
     if usable(a, b, addend, scale):
         from selfnorm.kernels.dense.gradient import gradient_from_factors
 

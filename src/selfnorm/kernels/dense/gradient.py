@@ -7,8 +7,6 @@ kernels of `adam` are made of the same pieces.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -16,26 +14,20 @@ from torch import Tensor
 
 from selfnorm.kernels.dispatch import input_precision
 from selfnorm.kernels.numerics import correct_truncation
+from selfnorm.kernels.tiles import ProductTiles, matrix_tile, tile_offsets
+from selfnorm.kernels.vectors import sum_blocks, vector_sum
 
 MAX_FACTORED_EXAMPLES = 512
 
 
-class GradientTiles(NamedTuple):
-    """A program computes rows × columns of a matrix, `depth` examples at a time."""
+def gradient_tiles(features: int) -> ProductTiles:
+    """Returns the fastest tiles, or nearly so, of several on one H200.
 
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
-def gradient_tiles(features: int) -> GradientTiles:
-    """The fastest tiles, or nearly so, of several on one H200. With 64 rows Triton uses other units and takes three times as
-    long."""
+    With 64 rows Triton uses other units and takes three times as long.
+    """
     if features <= 512:
-        return GradientTiles(rows=32, columns=32, depth=64, warps=4, stages=3)
-    return GradientTiles(rows=32, columns=128, depth=32, warps=4, stages=3)
+        return ProductTiles(rows=32, columns=32, depth=64, warps=4, stages=3)
+    return ProductTiles(rows=32, columns=128, depth=32, warps=4, stages=3)
 
 
 def gradient_from_factors(
@@ -46,9 +38,9 @@ def gradient_from_factors(
     scale: Tensor,
     factor: float,
     *,
-    by: GradientTiles | None = None,
+    by: ProductTiles | None = None,
 ) -> Tensor:
-    """aᵀb + s·M with M the addend, transposed or not."""
+    """Returns aᵀb + s·M with M the addend, transposed or not."""
     examples, features = a.shape
     fused = examples <= MAX_FACTORED_EXAMPLES or by is not None
     by = by or gradient_tiles(features)
@@ -60,21 +52,6 @@ def gradient_from_factors(
         *sum_blocks(scale.numel()), input_precision(), num_warps=by.warps, num_stages=by.stages,
     )  # fmt: skip
     return out if fused else out.addmm_(a.mT, b)
-
-
-def sum_blocks(count: int) -> tuple[int, int]:
-    """The size and the number of blocks in which a kernel sums `count` numbers."""
-    block = min(triton.next_power_of_2(count), 1024)
-    return block, triton.cdiv(count, block)
-
-
-@triton.jit
-def summed(values, count, stride, SUMS: tl.constexpr, ROUNDS: tl.constexpr):
-    total = tl.zeros((SUMS,), tl.float32)
-    for turn in range(ROUNDS):
-        places = turn * SUMS + tl.arange(0, SUMS)
-        total += tl.load(values + places.to(tl.int64) * stride, mask=places < count, other=0.0)
-    return tl.sum(total)
 
 
 @triton.jit
@@ -105,8 +82,7 @@ def with_free_layout(tile):
 def addend_tile(addend, rows, columns, at, inside, features, TRANSPOSED: tl.constexpr):
     """The tile of M with these rows and columns, or of Mᵀ."""
     if TRANSPOSED:
-        across = columns[:, None].to(tl.int64) * features + rows[None, :]
-        valid = (columns[:, None] < features) & (rows[None, :] < features)
+        across, valid = tile_offsets(columns, rows, features, features)
         tile = tl.trans(tl.load(addend + across, mask=valid, other=0.0))
     else:
         tile = tl.load(addend + at, mask=inside, other=0.0)
@@ -119,12 +95,9 @@ def _gradient_kernel(
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, SUMS: tl.constexpr, ROUNDS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    at = rows[:, None].to(tl.int64) * features + columns[None, :]
-    inside = (rows[:, None] < features) & (columns[None, :] < features)
+    rows, columns, at, inside = matrix_tile(features, features, ROWS, COLUMNS)
     tile = addend_tile(addend, rows, columns, at, inside, features, TRANSPOSED)
-    tile *= factor * summed(scale, count, stride, SUMS, ROUNDS)
+    tile *= factor * vector_sum(scale, count, stride, SUMS, ROUNDS)
     if STEPS > 0:
         tile += with_free_layout(factor_product(a, b, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION))
     tl.store(out + at, tile, mask=inside)

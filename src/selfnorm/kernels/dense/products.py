@@ -10,7 +10,7 @@ x, z, error, grad_z (N, D), W, R (D, D), b (D,), grad_reconstruction (N, 1), gra
 
 At N = 100 examples a product reads 4D² bytes of its matrix and does little arithmetic. Its speed depends on how many programs
 read at the same time, and on how often a slab of the batch or the matrix is read again from the cache: (1/rows + 1/columns)·4ND²
-bytes for tiles of rows × columns. `product_tiles` chooses the tiles, or cuBLAS where that is faster. With `split` > 1 the sum
+bytes for tiles of rows × columns. `split_tiles` chooses the tiles, or cuBLAS where that is faster. With `split` > 1 the sum
 over k is split among programs that write partial results, which a second launch adds up in a fixed order: no result depends on
 timing.
 """
@@ -26,11 +26,12 @@ from torch import Tensor
 
 from selfnorm.kernels.dispatch import input_precision
 from selfnorm.kernels.numerics import correct_truncation
+from selfnorm.kernels.tiles import matrix_tile
 
 WHOLE, PART, REST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # which part of a product a launch computes
 
 
-class ProductTiles(NamedTuple):
+class SplitTiles(NamedTuple):
     """A program computes rows × columns of a result, `depth` terms of the sum at a time; `split` programs share a sum."""
 
     rows: int
@@ -41,23 +42,23 @@ class ProductTiles(NamedTuple):
     stages: int
 
 
-def product_tiles(examples: int, features: int, products: int = 1) -> ProductTiles | None:
-    """The tiles for this many products in one launch, or None where cuBLAS is faster: with more to multiply than to read."""
+def split_tiles(examples: int, features: int, products: int = 1) -> SplitTiles | None:
+    """Returns tiles for a launch of this many products, or None where cuBLAS is faster: with more to multiply than to read."""
     if examples > 256 or features > 1024:
         return None
     if products == 1:
-        return ProductTiles(rows=64, columns=32, depth=64, split=1, warps=4, stages=4)
-    return ProductTiles(rows=32, columns=64, depth=64, split=1, warps=4, stages=4)
+        return SplitTiles(rows=64, columns=32, depth=64, split=1, warps=4, stages=4)
+    return SplitTiles(rows=32, columns=64, depth=64, split=1, warps=4, stages=4)
 
 
 def affine(
-    x: Tensor, W: Tensor, b: Tensor | None, zeros: Tensor | None = None, *, by: ProductTiles | None = None
+    x: Tensor, W: Tensor, b: Tensor | None, zeros: Tensor | None = None, *, by: SplitTiles | None = None
 ) -> tuple[Tensor, Tensor]:
-    """z = xWᵀ and z + b, which without b is z itself.
+    """Returns z = xWᵀ and z + b, which without b is z itself.
 
     zeros:  a vector (N,) that the same launch sets to 0: a layer's log-determinant.
     """
-    by = by or product_tiles(*x.shape)
+    by = by or split_tiles(*x.shape)
     if by is None:
         z = x @ W.mT
         if zeros is not None:
@@ -71,9 +72,9 @@ def affine(
     return z, out
 
 
-def reconstruct(z: Tensor, R: Tensor, x: Tensor, *, by: ProductTiles | None = None) -> tuple[Tensor, Tensor]:
-    """error = zRᵀ − x (N, D) and its squares, summed over features (N, 1)."""
-    by = by or product_tiles(*x.shape)
+def reconstruct(z: Tensor, R: Tensor, x: Tensor, *, by: SplitTiles | None = None) -> tuple[Tensor, Tensor]:
+    """Returns error = zRᵀ − x (N, D) and its squares, summed over features (N, 1)."""
+    by = by or split_tiles(*x.shape)
     if by is None:
         error = torch.addmm(x, z, R.mT, beta=-1)
         return error, error.square().sum(1, keepdim=True)
@@ -95,10 +96,10 @@ def pull_back(
     grad_reconstruction: Tensor,
     bias: bool = False,
     *,
-    by: ProductTiles | None = None,
+    by: SplitTiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """grad_x, towards_w and towards_r (N, D), and grad_b (D,) if there is a bias."""
-    by = by or product_tiles(grad_z.shape[0], grad_z.shape[1], products=2)
+    """Returns grad_x, towards_w and towards_r (N, D), and grad_b (D,) if there is a bias."""
+    by = by or split_tiles(grad_z.shape[0], grad_z.shape[1], products=2)
     if by is None:
         grad_error = 2 * grad_reconstruction * error
         grad_x = grad_z @ W
@@ -114,11 +115,11 @@ def pull_back(
 
 
 def times(
-    a: Tensor, A: Tensor, b: Tensor | None = None, B: Tensor | None = None, *, by: ProductTiles | None = None
+    a: Tensor, A: Tensor, b: Tensor | None = None, B: Tensor | None = None, *, by: SplitTiles | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """aA, and bB in the same launch; a and b (N, D), A and B (D, D)."""
+    """Returns aA, and bB from the same launch; a and b (N, D), A and B (D, D)."""
     two = b is not None and B is not None
-    by = by or product_tiles(a.shape[0], a.shape[1], products=1 + two)
+    by = by or split_tiles(a.shape[0], a.shape[1], products=1 + two)
     if by is None:
         return a @ A, b @ B if b is not None and B is not None else None
     a, A = a.contiguous(), A.contiguous()
@@ -131,7 +132,7 @@ def times(
     return aA, bB
 
 
-def _launch(kernel: Any, products: int, by: ProductTiles, like: Tensor, arguments: tuple[Any, ...], *flags: int) -> None:
+def _launch(kernel: Any, products: int, by: SplitTiles, like: Tensor, arguments: tuple[Any, ...], *flags: int) -> None:
     """Runs a kernel over all tiles of its results, of `like`'s shape: in one launch, or in two if sums are split."""
     examples, features = like.shape
     grid = (triton.cdiv(features, by.columns), triton.cdiv(examples, by.rows))
@@ -145,15 +146,6 @@ def _launch(kernel: Any, products: int, by: ProductTiles, like: Tensor, argument
     partial = like.new_empty(products * by.split, examples, features)
     kernel[(*grid, products * by.split)](*arguments, partial, examples, features, *flags, PART.value, *shape, **options)
     kernel[(*grid, products)](*arguments, partial, examples, features, *flags, REST.value, *shape, **options)
-
-
-@triton.jit
-def _place(ROWS: tl.constexpr, COLUMNS: tl.constexpr, examples, features):
-    """The program's rows and columns, the offsets of its tile in an (N, D) matrix, and which of them are inside."""
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    at = rows[:, None].to(tl.int64) * features + columns[None, :]
-    return rows, columns, at, (rows[:, None] < examples) & (columns[None, :] < features)
 
 
 @triton.jit
@@ -198,7 +190,7 @@ def _affine_kernel(
     STAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    rows, columns, at, inside = _place(ROWS, COLUMNS, examples, features)
+    rows, columns, at, inside = matrix_tile(examples, features, ROWS, COLUMNS)
     product = _tile_of_product(
         x, W, partial, 0, rows, columns, at, inside, examples, features, True,
         STAGE, ROWS, COLUMNS, DEPTH, STEPS, SPLIT, PRECISION,
@@ -217,7 +209,7 @@ def _reconstruct_kernel(
     z, R, x, error, sums, partial, examples, features, STAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    rows, columns, at, inside = _place(ROWS, COLUMNS, examples, features)
+    rows, columns, at, inside = matrix_tile(examples, features, ROWS, COLUMNS)
     product = _tile_of_product(
         z, R, partial, 0, rows, columns, at, inside, examples, features, True,
         STAGE, ROWS, COLUMNS, DEPTH, STEPS, SPLIT, PRECISION,
@@ -242,7 +234,7 @@ def _pull_back_kernel(
     BATCHES: tl.constexpr, STAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     STEPS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    rows, columns, at, inside = _place(ROWS, COLUMNS, examples, features)
+    rows, columns, at, inside = matrix_tile(examples, features, ROWS, COLUMNS)
     which = tl.program_id(2) // SPLIT if STAGE == PART else tl.program_id(2)
     if which == 0:
         product = _tile_of_product(
@@ -280,7 +272,7 @@ def _times_kernel(
     a, A, b, B, aA, bB, partial, examples, features, STAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    rows, columns, at, inside = _place(ROWS, COLUMNS, examples, features)
+    rows, columns, at, inside = matrix_tile(examples, features, ROWS, COLUMNS)
     which = tl.program_id(2) // SPLIT if STAGE == PART else tl.program_id(2)
     if which == 0:
         product = _tile_of_product(

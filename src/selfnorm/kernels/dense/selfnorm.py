@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfnorm.kernels.dense.factored import PairGradient
+from selfnorm.kernels.dense.factored import PairGradient, collected_or_multiplied
 from selfnorm.kernels.dense.products import affine, pull_back, reconstruct
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
 from selfnorm.runtime.context import StepContext
@@ -39,8 +39,5 @@ class FusedSelfNormLinear(torch.autograd.Function):
         grad_x, towards_w, towards_r, grad_b = pull_back(grad_z, W, R, error, grad_reconstruction, ctx.has_bias)
         W, R = ctx.weights  # the parameters themselves
         gradient = PairGradient(W, R, towards_w, x, towards_r, z, grad_log_det)
-        if ctx.collector is not None and all(ctx.needs_input_grad[1:3]):
-            ctx.collector.append(gradient)
-            return grad_x, None, None, grad_b, None
-        grad_W, grad_R = gradient.multiplied()
+        grad_W, grad_R = collected_or_multiplied(gradient, ctx.collector if all(ctx.needs_input_grad[1:3]) else None)
         return grad_x, grad_W, grad_R, grad_b, None

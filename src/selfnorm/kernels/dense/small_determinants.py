@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from selfnorm.kernels.vectors import fill_vector
 from selfnorm.runtime.autograd import refuse_second_derivative
 
 MAX_MATRIX_ROWS = 64
@@ -41,7 +42,7 @@ class SmallLogDet(torch.autograd.Function):
 
 
 def small_slogdet(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """log|det A| (…) and A⁻ᵀ (…, C, C) of matrices (…, C, C), C ≤ 64, in float32: one kernel."""
+    """Returns log|det A| (…) and A⁻ᵀ (…, C, C) of matrices (…, C, C), C ≤ 64, in float32: one kernel."""
     channels = matrix.shape[-1]
     if matrix.dim() < 2 or matrix.shape[-2] != channels or not 0 < channels <= MAX_MATRIX_ROWS:
         raise ValueError(f"small_slogdet: expected square matrices of at most {MAX_MATRIX_ROWS} rows, got {tuple(matrix.shape)}")
@@ -53,7 +54,7 @@ def small_slogdet(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def repeated_slogdet(matrix: Tensor, copies: int, examples: int) -> tuple[Tensor, Tensor]:
-    """copies·log|det A| for each example (N,), and A⁻ᵀ (C, C), of one matrix (C, C), C ≤ 64: one kernel."""
+    """Returns copies·log|det A| for each example (N,), and A⁻ᵀ (C, C), of one matrix (C, C), C ≤ 64: one kernel."""
     channels = matrix.shape[-1]
     if matrix.shape != (channels, channels) or not 0 < channels <= MAX_MATRIX_ROWS:
         raise ValueError(
@@ -93,6 +94,4 @@ def _exchange(matrix_ptr, logabsdet_ptr, inverse_ptr, copies, examples, C: tl.co
         pivoted = tl.where(column == j, p, pivoted)
         total = tl.where(total > float("-inf"), total + tl.log(tl.abs(pivot)), total)  # −∞ stays
     tl.store(inverse_ptr + start + pivoted * C + solved, m, mask=valid)
-    for first in range(0, examples, 128):
-        example = first + tl.arange(0, 128)
-        tl.store(logabsdet_ptr + n * examples + example, tl.zeros((128,), tl.float32) + copies * total, mask=example < examples)
+    fill_vector(logabsdet_ptr + n * examples, examples, copies * total)

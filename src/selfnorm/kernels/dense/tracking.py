@@ -22,9 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfnorm.kernels.dense.factored import SingleGradient
+from selfnorm.kernels.dense.bias import bias_gradient
+from selfnorm.kernels.dense.factored import SingleGradient, collected_or_multiplied
 from selfnorm.kernels.dense.products import affine, times
-from selfnorm.kernels.dense.relative import bias_gradient
+from selfnorm.kernels.numerics import index_type
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
 from selfnorm.runtime.context import StepContext
 from selfnorm.runtime.precision import summed_in_float32
@@ -56,14 +57,12 @@ class FusedTrackedLinear(torch.autograd.Function):
         grad_x = times(grad_z, W)[0] if ctx.needs_input_grad[0] else None
         grad_b = bias_gradient(grad_z) if ctx.needs_input_grad[2] else None
         gradient = SingleGradient(ctx.weight, grad_z, x, R, True, grad_log_det)
-        if ctx.collector is not None and ctx.needs_input_grad[1]:
-            ctx.collector.append(gradient)
-            return grad_x, None, grad_b, None, None
-        return grad_x, gradient.multiplied()[0], grad_b, None, None
+        (grad_W,) = collected_or_multiplied(gradient, ctx.collector if ctx.needs_input_grad[1] else None)
+        return grad_x, grad_W, grad_b, None, None
 
 
 def error_of(product: Tensor) -> tuple[Tensor, Tensor]:
-    """RW (m, m) -> E = I − RW in its memory, and partial sums of E² (programs,). Reads and writes m² numbers."""
+    """Returns E = I − RW (m, m), in the memory of the product RW, and partial sums of E² (programs,). Reads and writes m²."""
     if not product.is_contiguous():
         raise ValueError(f"error_of: expected a contiguous matrix, to be changed in place, got strides {product.stride()}")
     programs, tiles = _pass_options(product.numel())
@@ -73,7 +72,7 @@ def error_of(product: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def error_of_matrix(R: Tensor, W: Tensor) -> tuple[Tensor, Tensor]:
-    """R, W (m, m) -> E = I − RW, to about 1e-5 of |R||W|, and partial sums of E²: a product, with a pass before and after it."""
+    """Returns E = I − RW (m, m), to about 1e-5 of |R||W|, and partial sums of E²: a product, with a pass before and after it."""
     R, W, rows = R.contiguous(), W.contiguous(), R.shape[0]
     left, right = R.new_empty(rows, 3 * rows, dtype=torch.bfloat16), R.new_empty(3 * rows, rows, dtype=torch.bfloat16)
     _split_kernel[(triton.cdiv(R.numel(), 1024),)](R, W, left, right, R.numel(), rows, BLOCK=1024, num_warps=4)
@@ -81,7 +80,7 @@ def error_of_matrix(R: Tensor, W: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def newton_schulz_update(R: Tensor, error: Tensor, squares: Tensor, residual: Tensor, limit: float) -> None:
-    """R ← R + ER in place if √Σsquares, written to `residual` (), is below the limit: a product, and a pass of 12m² bytes."""
+    """Adds ER to R in place if √Σsquares, written to `residual` (), is below the limit: a product, and a pass of 12m² bytes."""
     if not R.is_contiguous():
         raise ValueError(f"newton_schulz_update: expected a contiguous R, to be changed in place, got strides {R.stride()}")
     change = torch.mm(error, R)
@@ -91,16 +90,11 @@ def newton_schulz_update(R: Tensor, error: Tensor, squares: Tensor, residual: Te
 
 
 def _pass_options(numel: int) -> tuple[int, dict[str, Any]]:
-    """The number of programs for a pass over this many numbers, and the block and the steps of each."""
+    """Returns the number of programs for a pass over this many numbers, and the block and the steps of each."""
     block = max(256, min(4096, triton.next_power_of_2(triton.cdiv(numel, PROGRAMS))))
     steps = triton.cdiv(numel, block * PROGRAMS)
     tiles = {"BLOCK": block, "STEPS": steps, "INDEX": index_type(numel), "num_warps": max(1, block // 512)}
     return triton.cdiv(numel, block * steps), tiles
-
-
-def index_type(numel: int) -> tl.dtype:
-    """The integer type that can index this many numbers and a tile more: 64 bits only if needed, since their division is slow."""
-    return tl.int64 if numel > 2**30 else tl.int32
 
 
 @triton.jit

@@ -33,7 +33,7 @@ class FusedActNorm(torch.autograd.Function):
 
 
 def actnorm(x: Tensor, shift: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """z = (x + shift)·exp(log_scale) like x, and the log-determinant P·Σ log_scale (N,). Reads x, writes z.
+    """Returns z = (x + shift)·exp(log_scale) like x, and the log-determinant P·Σ log_scale (N,). Reads x, writes z.
 
     x: (N, C, …) with P values per channel, dense in memory, channels first or last. shift, log_scale: (C,).
     """
@@ -52,7 +52,7 @@ def actnorm(x: Tensor, shift: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor
 def actnorm_backward(
     x: Tensor, shift: Tensor, log_scale: Tensor, grad_z: Tensor, grad_log_det: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of Σ grad_z·z + Σ grad_log_det·log_det by x (like x), shift and log_scale (C,).
+    """Returns the gradients of Σ grad_z·z + Σ grad_log_det·log_det by x (like x), shift and log_scale (C,).
 
     With s = exp(log_scale): grad_z·s, Σ grad_z·s, and Σ grad_z·s·(x + shift) + P·Σ grad_log_det, summed over all but the
     channel: first by each program, then over programs by a second, small kernel. Reads x and grad_z, writes the first result.
@@ -76,7 +76,7 @@ def actnorm_backward(
 
 
 def _channel_dimensions(x: Tensor) -> tuple[int, int, int, bool]:
-    """N, C, P, and whether channels come last in memory."""
+    """Returns N, C, P, and whether channels come last in memory."""
     examples, channels = x.shape[:2]
     pixels = x[0, 0].numel()
     return examples, channels, pixels, pixels == 1 or not x.is_contiguous()
@@ -99,7 +99,7 @@ class ChannelTiles(NamedTuple):
 
 
 def channel_tiles(examples: int, channels: int, pixels: int, last: bool) -> ChannelTiles:
-    """The tiles for N examples of C channels with P values each."""
+    """Returns the tiles for N examples of C channels with P values each."""
     height, width = (examples * pixels, channels) if last else (examples, pixels)
     tile = 1024 if height * width * (1 if last else channels) >= 1024 * MAX_ACTNORM_PROGRAMS else 512
     columns = min(next_power_of_2(width), tile)

@@ -32,8 +32,9 @@ class FusedSmoothLeakyReLU(torch.autograd.Function):
 
 
 def leaky(x: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
-    """z = αx + (1 − α)·softplus(x) like x, and Σ log(α + (1 − α)·σ(x)) over each example's elements (N,). Reads x, writes z.
+    """Returns z = αx + (1 − α)·softplus(x) like x, and Σ log(α + (1 − α)·σ(x)) over each example's elements (N,).
 
+    Reads x, writes z.
     x: (N, …), the elements of each example adjacent in memory, in any order.
     """
     examples, elements = x.shape[0], x[0].numel()
@@ -45,7 +46,7 @@ def leaky(x: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
 
 
 def leaky_backward(x: Tensor, alpha: float, grad_z: Tensor, grad_log_det: Tensor) -> Tensor:
-    """∂/∂x of Σ grad_z·z + Σ grad_log_det·log_det, like x. Reads x and grad_z, writes the result.
+    """Returns ∂/∂x of Σ grad_z·z + Σ grad_log_det·log_det, like x. Reads x and grad_z, writes the result.
 
     With s the slope: grad_z·s + grad_log_det·(1 − α)·σ(x)·σ(−x) / s. x, grad_z: as in `leaky`, both in the same order.
     grad_log_det: (N,), with any stride.
@@ -62,7 +63,7 @@ def leaky_backward(x: Tensor, alpha: float, grad_z: Tensor, grad_log_det: Tensor
 
 
 def leaky_inverse(z: Tensor, alpha: float, steps: int) -> Tensor:
-    """Inverse of `leaky`: x like z, by `steps` of Newton's method from min(z, z/α). Reads z, writes x."""
+    """Returns the inverse of `leaky`: x like z, by `steps` of Newton's method from min(z, z/α). Reads z, writes x."""
     z = as_dense(z)
     x = torch.empty_like(z)
     block = min(next_power_of_2(z.numel()), 128 if z.numel() < 128 * ENOUGH_PROGRAMS else 512)

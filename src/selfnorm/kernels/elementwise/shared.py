@@ -30,7 +30,7 @@ class RowTiles(NamedTuple):
 
 
 def row_tiles(examples: int, elements: int) -> RowTiles:
-    """One program per example or per few examples sums over the elements; several per example if examples are few and long."""
+    """Returns tiles for sums over the elements: a program for one or a few examples, several for each of few long examples."""
     rows = min(next_power_of_2(cdiv(examples, 2 * ENOUGH_PROGRAMS)), 8)
     columns = min(next_power_of_2(elements), 1024 // rows)
     programs, blocks = cdiv(examples, rows), cdiv(elements, columns)
@@ -40,13 +40,13 @@ def row_tiles(examples: int, elements: int) -> RowTiles:
 
 
 def as_dense(x: Tensor) -> Tensor:
-    """x itself if it is contiguous with its channels first or last, otherwise a contiguous copy."""
+    """Returns x itself if it is contiguous with its channels first or last, otherwise a contiguous copy."""
     last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     return x if last else x.contiguous()
 
 
 def in_order_of(x: Tensor, grad: Tensor) -> Tensor:
-    """The gradient in the memory order of the dense x; copied only if its own order differs."""
+    """Returns the gradient in the memory order of the dense x; copied only if its own order differs."""
     return grad.contiguous() if x.is_contiguous() else grad.contiguous(memory_format=torch.channels_last)
 
 

@@ -37,6 +37,7 @@ from selfnorm.kernels.elementwise.spline_knots import (
     bin_edges,
     find_bin,
     knot_slopes,
+    knots,
     raw_slopes,
     softmax_shares,
     store_softmax_gradient,
@@ -71,8 +72,9 @@ class FusedSpline(torch.autograd.Function):
 
 
 def spline(x: Tensor, widths: Tensor, heights: Tensor, slopes: Tensor, bound: float, smallest: float) -> tuple[Tensor, Tensor]:
-    """z (N, E) and Σ log dz/dx over each example's elements (N,). Reads x, writes z, and reads the parameters once per program.
+    """Returns z (N, E) and Σ log dz/dx over each example's elements (N,).
 
+    Reads x, writes z, and reads the parameters once per program.
     x: (N, E). widths, heights: raw, (E, bins). slopes: raw, (E, bins − 1). All contiguous. smallest: the least share of
     [−bound, bound] that a bin takes, and the least slope at a knot.
     """
@@ -98,7 +100,7 @@ def spline_backward(
     grad_z: Tensor,
     grad_log_det: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of Σ grad_z·z + Σ grad_log_det·log_det for x, widths, heights and slopes, shaped like these.
+    """Returns the gradients of Σ grad_z·z + Σ grad_log_det·log_det for x, widths, heights and slopes, shaped like these.
 
     The first six as for `spline`; grad_z: (N, E), contiguous; grad_log_det: (N,), with any stride. Reads x and grad_z, writes the
     first result. A program takes a few elements of all examples. For many examples of few elements several programs share the
@@ -121,8 +123,9 @@ def spline_backward(
 
 
 def spline_inverse(z: Tensor, widths: Tensor, heights: Tensor, slopes: Tensor, bound: float, smallest: float) -> Tensor:
-    """Inverse of `spline`: x like z (N, …), without a gradient. Reads z, writes x, and reads the parameters once per program.
+    """Returns the inverse of `spline`: x like z (N, …), without a gradient.
 
+    Reads z, writes x, and reads the parameters once per program.
     widths, heights: raw, (…, bins). slopes: raw, (…, bins − 1). All with any strides.
     """
     shape = z.shape
@@ -140,14 +143,14 @@ def spline_inverse(z: Tensor, widths: Tensor, heights: Tensor, slopes: Tensor, b
 
 
 def _flat(x: Tensor, widths: Tensor, heights: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same as (N, E), (E, bins) twice and (E, bins − 1), contiguous."""
+    """Returns the same as (N, E), (E, bins) twice and (E, bins − 1), contiguous."""
     elements = x[0].numel()
     widths, heights, slopes = (value.reshape(elements, value.shape[-1]).contiguous() for value in (widths, heights, slopes))
     return x.reshape(-1, elements).contiguous(), widths, heights, slopes
 
 
 def _slope_offset(smallest: float) -> float:
-    """The offset for which softplus(raw + offset) is 1 − smallest at a raw slope of 0."""
+    """Returns the offset for which softplus(raw + offset) is 1 − smallest at a raw slope of 0."""
     return math.log(math.expm1(1 - smallest))
 
 
@@ -178,10 +181,7 @@ def _spline(
         x = tl.load(x_ptr + at, mask=mask, other=0.0)
         inside = tl.abs(x) < bound
 
-        xs = bin_edges(softmax_shares(widths_ptr, elements, E, BINS), bound, SMALLEST, BINS)
-        zs = bin_edges(softmax_shares(heights_ptr, elements, E, BINS), bound, SMALLEST, BINS)
-        raw = raw_slopes(slopes_ptr, elements, E, OFFSET, BINS)
-        slopes = knot_slopes(raw, tl.zeros_like(xs[0]) + 1.0, SMALLEST, BINS)
+        xs, zs, slopes = knots(widths_ptr, heights_ptr, slopes_ptr, elements, E, bound, SMALLEST, OFFSET, BINS)
         inner = tl.where(inside, x, 0.0)
         _, left, right, bottom, top, slope, next_slope = find_bin(inner, xs, zs, slopes, BINS)
 
@@ -220,6 +220,7 @@ def _spline_backward(
     STEPS: tl.constexpr,
 ):
     elements = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    # As `knots`, but the shares and the raw slopes are needed again.
     of_widths, of_heights = softmax_shares(widths_ptr, elements, E, BINS), softmax_shares(heights_ptr, elements, E, BINS)
     xs = bin_edges(of_widths, bound, SMALLEST, BINS)
     zs = bin_edges(of_heights, bound, SMALLEST, BINS)
@@ -317,10 +318,7 @@ def _spline_inverse(
     z = tl.load(z_ptr + at, mask=mask, other=0.0)
     inside = tl.abs(z) < bound
 
-    xs = bin_edges(softmax_shares(widths_ptr, elements, E, BINS), bound, SMALLEST, BINS)
-    zs = bin_edges(softmax_shares(heights_ptr, elements, E, BINS), bound, SMALLEST, BINS)
-    raw = raw_slopes(slopes_ptr, elements, E, OFFSET, BINS)
-    slopes = knot_slopes(raw, tl.zeros_like(xs[0]) + 1.0, SMALLEST, BINS)
+    xs, zs, slopes = knots(widths_ptr, heights_ptr, slopes_ptr, elements, E, bound, SMALLEST, OFFSET, BINS)
     inner = tl.where(inside, z, 0.0)
     _, bottom, top, left, right, slope, next_slope = find_bin(inner, zs, xs, slopes, BINS)
 

@@ -69,6 +69,17 @@ def knot_slopes(raw, end, SMALLEST: tl.constexpr, BINS: tl.constexpr):
 
 
 @triton.jit
+def knots(
+    widths_ptr, heights_ptr, slopes_ptr, elements, E, bound, SMALLEST: tl.constexpr, OFFSET: tl.constexpr, BINS: tl.constexpr
+):  # fmt: skip
+    """The x, the z and the slopes of each element's knots: tuples of BINS + 1."""
+    xs = bin_edges(softmax_shares(widths_ptr, elements, E, BINS), bound, SMALLEST, BINS)
+    zs = bin_edges(softmax_shares(heights_ptr, elements, E, BINS), bound, SMALLEST, BINS)
+    raw = raw_slopes(slopes_ptr, elements, E, OFFSET, BINS)
+    return xs, zs, knot_slopes(raw, tl.zeros_like(xs[0]) + 1.0, SMALLEST, BINS)
+
+
+@triton.jit
 def find_bin(x, xs, zs, slopes, BINS: tl.constexpr):
     """The bin that x falls into: its number, left, right, bottom, top and the slopes at both ends."""
     index = tl.zeros_like(x).to(tl.int32)
