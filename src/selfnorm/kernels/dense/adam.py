@@ -148,8 +148,8 @@ def begin_update(
     """Decides whether the next update may change anything, and counts it; the flags are those of `train.adam.UpdateFlags`.
 
     advance:    whether an update follows, so that step += 1 − frozen.
-    loss:       if given, it raises `failed` unless it is finite, and so do
-    gradients:  unless the sum of their squares is finite; they must be `few_and_small`.
+    loss:       if given, `failed` is raised unless it is finite.
+    gradients:  `failed` is raised unless the sum of their squares is finite; they must be `few_and_small`.
     """
     _begin_update_kernel[(1,)](
         failed, late_failure, lost, frozen, step, failed if loss is None else loss, tuple(gradients),
