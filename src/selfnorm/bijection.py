@@ -14,7 +14,7 @@ from selfnorm.runtime.context import current_step
 
 
 class Surrogate(NamedTuple):
-    """A layer's result for training: the right gradient, without a determinant.
+    """A layer's result for training, whose gradient is that of the layer's method.
 
     z:               the layer's output.
     log_det:         (N,) its *gradient* is the method's estimate of the log-determinant's gradient. Its value is not a
@@ -35,14 +35,15 @@ class Surrogate(NamedTuple):
 class InverseTracker(Protocol):
     """Interface, for the training loop, of a layer whose inverse R is updated after each step; see `layers.tracked`.
 
-    residual:          ‖I − RW‖ as measured by the last `after_step`, a scalar on the device.
-    largest_residual:  the residual at which R counts as lost.
-    fallbacks:         how often R had to be factorised again.
+    residual:            ‖I − RW‖ as measured by the last `after_step`, a scalar on the device.
+    largest_residual:    the residual at which R counts as lost.
+    fallbacks:           how often R had to be factorised again.
     reads_inverse_late:  whether a training step reads R only in its update, so that R may be updated during the
                          next forward and backward pass.
     """
 
     weight_inv: Tensor
+    residual: Tensor
     fallbacks: Tensor
 
     @property
@@ -132,7 +133,10 @@ class Bijection(nn.Module):
         """Sets data-dependent state from a first batch; a layer that has been initialised keeps its state."""
 
     def after_step(self, *, generator: torch.Generator | None = None) -> None:
-        """Hook that runs after each optimiser step. Unlike `surrogate`, it may wait for the device.
+        """Hook that runs after each optimiser step.
+
+        It may wait for the device, except while a CUDA graph is captured: replays repeat what it does on the device, and nothing
+        else.
 
         generator: on the layer's device, for random draws.
         """

@@ -106,7 +106,7 @@ class Flow(nn.Module):
         return log_prob
 
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
-        """Returns the training surrogate: `log_det` includes the base's log-density. It has the right gradient but is not a
+        """Returns the training surrogate: `log_det` includes the base's log-density. It is made to be differentiated and is not a
         likelihood.
 
         loss = −log_det.mean() + λ·reconstruction.sum(1).mean()

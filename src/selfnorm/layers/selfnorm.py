@@ -1,8 +1,8 @@
 """The paper's layers: linear and convolutional maps that learn their own inverse and train without a determinant.
 
-Let R ≈ W⁻¹ be the learned inverse, g_z, g_x = Wᵀg_z and g_log_det the loss's gradients for the layer's outputs and input, and
-e = RWx − x the reconstruction error, weighted by g_rec. Then the gradients are (Keller et al., 2021, eqs. 10–11 and appendix A.1,
-as a loss to be minimised)
+Let R ≈ W⁻¹ be the learned inverse and e = RWx − x its error. Let g_z, g_log_det and g_rec be the loss's gradients for the three
+outputs Wx, log_det and ‖e‖², and g_x = Wᵀg_z the one for the input. Then the gradients are (Keller et al., 2021, eqs. 10–11 and
+appendix A.1, as a loss to be minimised)
 
     ∂W = ½(g_z xᵀ + g_log_det·Rᵀ) + 2 g_rec Rᵀe xᵀ
     ∂R = −½(g_x (Wx)ᵀ + g_log_det·Wᵀ) + 2 g_rec e (Wx)ᵀ

@@ -39,7 +39,7 @@ class StepContext:
     branches:        streams for work that nothing waits for yet; None keeps everything on the current stream.
     collector:       where fused layers leave their weight gradients as factors; None makes them ordinary gradients.
     precision:       of products, as set by `runtime.precision.precision`; None leaves torch's own settings.
-    symmetric:       whether self-normalizing layers also reconstruct z from Rz; None means that the
+    symmetric:       whether self-normalizing layers also reconstruct z from Rz, and take the mean; None means that the
                      layer keeps the value that it last got from a loss.
     observer:        called in place of each layer's `surrogate`, with the layer and its arguments; used for profiling.
     kernel_devices:  the device types on which Triton kernels replace plain PyTorch.

@@ -3,8 +3,8 @@
 A training step never waits for the device, so it cannot stop when a loss is not finite. Flags on the device do that instead. Each
 is a float32 scalar, 0 or 1:
 
-    failed         a step had a non-finite loss or gradient. From that step on no weight changes, so the weights that
-                   failed are kept.
+    failed         a step had a non-finite loss or gradient. From that step on no weight changes, except after a
+                   `late_failure`.
     lost           a tracked inverse is too far off to give a gradient (`layers.tracked`). The steps after that change no weight,
                    until the loop has recomputed the lost inverses and calls `unfreeze`; they are then taken again.
     late_failure   an update found a non-finite gradient while it multiplied it (`kernels.dense.adam`). The other weights have

@@ -2,8 +2,8 @@
 
 One graph makes the batches of a whole block of steps: it gathers, augments and dequantises them, and sends them through the
 leading layers that have no parameters. Another graph holds several training steps: loss, backward pass, clipping, Adam, trackers,
-multipliers. Learning rates, λ, counters and flags are tensors on the device; the host sets them and launches the next replay. It
-also sets the seeds, so that a step has the same noise as the eager step.
+multipliers. Learning rates, λ, counters and flags are tensors on the device. The host sets the rates and launches the next
+replay. It also sets the seeds, so that a step has the same noise as the eager step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def can_be_captured(loss: Loss, batches: TrainingBatches) -> bool:
 
 
 class CapturedStep:
-    """A `Step` that takes several steps per call and never waits for the device. On a CPU it runs without graphs, for tests."""
+    """A `Step` that takes several steps per call and, once captured, never waits for the device. On a CPU it runs uncaptured, for
+    tests."""
 
     def __init__(self, loss: Loss, optimizer: torch.optim.Adam, batches: TrainingBatches, clip: float | None) -> None:
         self.loss, self.optimizer, self.batches = loss, optimizer, batches

@@ -271,7 +271,7 @@ class Trainer:
         return False
 
     def _step_failed(self) -> None:
-        # No weight has changed since the step that failed, which is the one that Adam did not count.
+        # Adam did not count the step that failed, and no later step has changed a weight.
         epoch, index = divmod(steps_taken(self.optimizer), self.batches.steps_per_epoch)
         where = diagnosis(self.loss, self.batches, epoch, index)
         self._diverge(f"a non-finite loss or gradient at epoch {epoch + 1}, step {index + 1}: {where}")

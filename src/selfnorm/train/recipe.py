@@ -85,7 +85,7 @@ class ObjectiveSettings:
     multiplier_rate: Positive | None = None  # geco, mdmm: how fast λ moves; by default the penalty's own rate
     damping: NonNegative | None = None  # mdmm: of the quadratic term; by default the penalty's own
     probes: CountOrZero = 0  # white-noise vectors to reconstruct in addition to the data, per layer and step
-    symmetric: bool = False  # reconstruct z from Rz in addition to x from RWx
+    symmetric: bool = False  # reconstruct z from Rz as well as x from Wx, and take the mean error
     polish: Literal["newton-schulz", "low-rank", "least-squares", "tap-mean"] | None = None  # improve R by linear algebra
     polish_every: Count = 100  # optimiser steps
     debias: CountOrZero = 0  # white-noise vectors that estimate the bias of Rᵀ as a gradient, per layer and step
@@ -103,7 +103,7 @@ class OptimiserSettings:
     decay: Annotated[float, Range(0, 1)] = 0.0  # the final fraction of training, over which the learning rate falls linearly to 0
     clip: Positive | None = None  # the largest norm of the gradient
     graphs: bool = True  # on a GPU, run steps as CUDA graphs wherever nothing in them needs the host
-    precision: Precision = "tf32"  # of products in training, on a GPU; bf16 is for coupling networks. Likelihoods are float32
+    precision: Precision = "tf32"  # of products in training; tf32 only acts on GPUs, bf16 only on coupling networks
     init_examples: Annotated[int, Range(2)] | None = None  # for data-dependent initialisation; by default one batch
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     on_divergence: Literal["stop", "rollback"] = "stop"  # rollback: return to the best weights with ten times λ, up to 3 times
