@@ -98,9 +98,9 @@ class Loss(nn.Module):
         self, x: Tensor, *, context: Tensor | None = None, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Metrics]:
         """Returns the loss of a batch, and its parts. Probes are drawn from `generator`."""
-        return self.of_rest(self.flow, x, context=context, generator=generator)
+        return self.without_preprocessing(self.flow, x, context=context, generator=generator)
 
-    def of_rest(
+    def without_preprocessing(
         self, flow: Flow, x: Tensor, *, context: Tensor | None = None, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Metrics]:
         """Returns the loss of the rest of `Flow.split_preprocessing`, without the log-determinant of the preprocessing."""

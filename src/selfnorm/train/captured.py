@@ -120,7 +120,7 @@ class CapturedStep:
         # Clipping needs whole gradients.
         with collected_gradients() if self._adam.clip is None else nullcontext() as collector:
             with branching(branches):
-                value, metrics = self.loss.of_rest(self._rest, x, generator=generator)
+                value, metrics = self.loss.without_preprocessing(self._rest, x, generator=generator)
             self.mark("the rest of the loss", backward=True)
             value.backward(self._one)
         self.mark("norm of the gradient")

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from selfnorm.kernels.dense import adam, gradient
 from selfnorm.kernels.dense.adam import adam_dense, adam_pair, adam_single
-from selfnorm.kernels.tiles import ProductTiles
+from selfnorm.kernels.matrix_tiles import ProductTiles
 from selfnorm.runtime.collector import AdamArguments, Moments
 from selfnorm.train.adam import update_from_factors
 

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from selfnorm import RelativeLinear, SelfNormLinear, TrackedLinear
 from selfnorm.kernels.dense import gradient as module
 from selfnorm.kernels.dense.gradient import MAX_FACTORED_EXAMPLES, gradient_from_factors, gradient_tiles
-from selfnorm.kernels.tiles import ProductTiles
+from selfnorm.kernels.matrix_tiles import ProductTiles
 
 TILES = [ProductTiles(32, 64, 32, 4, 2), ProductTiles(16, 16, 16, 4, 2), ProductTiles(64, 32, 16, 4, 2), None]
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from selfnorm.kernels.dispatch import allows_tf32
-from selfnorm.kernels.tiles import ProductTiles
+from selfnorm.kernels.matrix_tiles import ProductTiles
 
 
 def _hidden_tiles(rows: int, width: int, dtype: torch.dtype) -> ProductTiles:

@@ -34,7 +34,7 @@ from selfnorm.kernels.dense.gradient import (
     with_free_layout,
 )
 from selfnorm.kernels.dispatch import input_precision
-from selfnorm.kernels.tiles import ProductTiles, matrix_tile, tile_offsets
+from selfnorm.kernels.matrix_tiles import ProductTiles, matrix_tile, tile_offsets
 from selfnorm.kernels.vectors import sum_blocks, vector_sum
 from selfnorm.runtime.collector import AdamArguments, Moments
 
@@ -159,7 +159,7 @@ def begin_update(
 
 def raise_lost(lost: Tensor, residuals: Tensor, limits: Tensor) -> None:
     """Raises `lost` unless each residual (K,) is below its limit; a NaN raises it, too."""
-    _note_lost_kernel[(1,)](lost, residuals, limits, len(limits), BLOCK=triton.next_power_of_2(len(limits)), num_warps=1)
+    _raise_lost_kernel[(1,)](lost, residuals, limits, len(limits), BLOCK=triton.next_power_of_2(len(limits)), num_warps=1)
 
 
 @triton.jit
@@ -286,7 +286,7 @@ def _begin_update_kernel(
 
 
 @triton.jit
-def _note_lost_kernel(lost, residuals, limits, count, BLOCK: tl.constexpr):
+def _raise_lost_kernel(lost, residuals, limits, count, BLOCK: tl.constexpr):
     layer = tl.arange(0, BLOCK)
     residual = tl.load(residuals + layer, mask=layer < count, other=0.0)
     fine = residual < tl.load(limits + layer, mask=layer < count, other=1.0)

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from selfnorm.kernels.dispatch import input_precision
+from selfnorm.kernels.matrix_tiles import ProductTiles, matrix_tile, tile_offsets
 from selfnorm.kernels.numerics import correct_truncation
-from selfnorm.kernels.tiles import ProductTiles, matrix_tile, tile_offsets
 from selfnorm.kernels.vectors import sum_blocks, vector_sum
 
 MAX_FACTORED_EXAMPLES = 512

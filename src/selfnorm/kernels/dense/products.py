@@ -25,8 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from selfnorm.kernels.dispatch import input_precision
+from selfnorm.kernels.matrix_tiles import matrix_tile
 from selfnorm.kernels.numerics import correct_truncation
-from selfnorm.kernels.tiles import matrix_tile
 
 WHOLE, PART, REST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # which part of a product a launch computes
 
