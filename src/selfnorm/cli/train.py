@@ -176,7 +176,7 @@ def _resume_runs(
 
 
 def _print_outcomes(folders: list[Path], recipes: list[Recipe], outcomes: list[Result | DivergedError], as_json: bool) -> None:
-    """Prints the runs, then raise `DivergedError` if any of them diverged."""
+    """Prints the runs, then raises `DivergedError` if any of them diverged."""
     print_seed_runs(dict(zip(folders, zip(recipes, outcomes, strict=True), strict=True)), as_json)
     diverged = [str(folder) for folder, each in zip(folders, outcomes, strict=True) if not isinstance(each, Result)]
     if diverged:

@@ -97,7 +97,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         progress = dict(facts["progress"].items())
         return Checkpoint(from_mapping(facts["recipe"], str(path)), shape, levels, columns, str(facts["data"]), tensors, progress)
     except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: expected readable checkpoint metadata, got damaged ones ({error})") from None
+        raise ValueError(f"{path}: expected readable checkpoint metadata, got a damaged header ({error})") from None
 
 
 class KeptCheckpoints:
