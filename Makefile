@@ -16,13 +16,13 @@ test: .venv/ready
 
 # The tests that take too long for every change; their numbers are kept in results/.
 test-slow: .venv/ready
-	$(BIN)/pytest -q -n auto --maxprocesses 4 --dist worksteal -m slow --counts results/slow_tests.json
+	$(BIN)/pytest -q -n auto --maxprocesses 4 --dist worksteal -m slow --counts=results/slow_tests.json
 	$(MAKE) results
 
 # The tests that need an accelerator, on a machine that has one.
 gpu-test: .venv/ready
 	@$(BIN)/python -c 'import sys, torch; torch.accelerator.is_available() or sys.exit("gpu-test: expected an accelerator, got none")'
-	$(BIN)/pytest -q -m 'gpu and not slow' --counts results/gpu_tests.json
+	$(BIN)/pytest -q -m 'gpu and not slow' --counts=results/gpu_tests.json
 	$(MAKE) results
 
 bench: .venv/ready

@@ -127,3 +127,9 @@ def test_documents_named_in_the_code():
         (path.name, document) for path, text in sources.items() for document in re.findall(r"(?:docs|benchmarks)/\w+\.md", text)
     }
     assert {(file, document) for file, document in named if not (ROOT / document).exists()} == set()
+
+
+def test_options_with_files_are_written_with_an_equals_sign():
+    """pytest takes an existing file after a blank for a test, and then does not load the conftest that knows the option."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.findall(r"--counts.", makefile) == ["--counts="] * 2

@@ -1,4 +1,4 @@
-"""A log of test runs: `pytest --counts FILE` adds a row to a table that `selfnorm.report.results` can read.
+"""A log of test runs: `pytest --counts=FILE` adds a row to a table that `selfnorm.report.results` can read.
 
 Parts of one run, each with its own table, are added up by `python tests/support/counts.py PART... -o FILE`.
 """
