@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal, Protocol, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,14 @@ class StandardNormal(nn.Module):
         return torch.randn(n, *self._seen, generator=generator, device=self._like.device, dtype=self._like.dtype)
 
 
+class BaseDistribution(Protocol):
+    """Interface of the latent distribution of a `Flow`, which must be a module as well."""
+
+    def log_prob(self, z: Tensor) -> Tensor: ...
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor: ...
+
+
 class Flow(nn.Module):
     """A density over x: z = bijection(x) follows the base distribution, N(0, I) unless another is given.
 
@@ -66,16 +74,17 @@ class Flow(nn.Module):
     (torch.Size([8]), torch.Size([3, 2]))
     """
 
-    def __init__(self, bijection: Bijection, base: nn.Module | None = None) -> None:
+    def __init__(self, bijection: Bijection, base: nn.Module | BaseDistribution | None = None) -> None:
         super().__init__()
         if not isinstance(bijection, Bijection):
             raise ValueError(f"Flow: expected a Bijection, got {type(bijection).__name__}")
         self.bijection = bijection
-        self.base = StandardNormal() if base is None else base
-        if not isinstance(self.base, nn.Module) or not all(hasattr(self.base, name) for name in ("log_prob", "sample")):
+        made = StandardNormal() if base is None else base
+        if not isinstance(made, nn.Module) or not all(hasattr(made, name) for name in ("log_prob", "sample")):
             raise ValueError(
                 f"Flow: expected base to be a module with log_prob(z) and sample(n, generator=None), got {type(base).__name__}"
             )
+        self.base = cast(BaseDistribution, made)
 
     @property
     def reconstruction_names(self) -> tuple[str, ...]:
@@ -190,11 +199,10 @@ class Flow(nn.Module):
     def _draw(self, n: int, generator: torch.Generator | None) -> Tensor:
         if n < 0:
             raise ValueError(f"Flow.sample: expected a number of samples of at least 0, got {n}")
-        z: Tensor = self.base.sample(n, generator=generator)  # type: ignore[operator]
-        return z
+        return self.base.sample(n, generator=generator)
 
     def _base_log_prob(self, z: Tensor) -> Tensor:
-        log_prob: Tensor = self.base.log_prob(z)  # type: ignore[operator]
+        log_prob = self.base.log_prob(z)
         if log_prob.shape != z.shape[:1]:
             raise ValueError(
                 f"Flow: expected {type(self.base).__name__}.log_prob(z) to give one number for each example, shape "

@@ -6,7 +6,6 @@ import statistics
 import time
 
 import torch
-from torch import Tensor
 
 from selfnorm.compare.plan import PlannedRun
 from selfnorm.compare.table import ComparedRun
@@ -40,7 +39,7 @@ def measure_run(run: PlannedRun, device: torch.device) -> ComparedRun:
         return ComparedRun(run, failure=str(error))
     generator = generator_for(device, run.recipe.optimiser.seed, "compare")
     with cpu_threads(run.recipe.optimiser.threads), evaluating(trained.flow):
-        z: Tensor = trained.flow.base.sample(SAMPLES, generator=generator)  # type: ignore[operator]
+        z = trained.flow.base.sample(SAMPLES, generator=generator)
         compared = ComparedRun(run, result, round_trip(trained.flow, z), _sample_seconds(trained.flow, device, generator))
     del trained
     if device.type != "cpu":

@@ -246,7 +246,7 @@ def _is_better(layer: StoredInverse, R: Tensor, h: Tensor) -> bool:
 
 def _round_trips(flow: Flow, generator: torch.Generator) -> dict[str, float]:
     """Returns the round-trip error of each kind of inverse, on the same prior samples."""
-    z: Tensor = flow.base.sample(SAMPLES, generator=generator)  # type: ignore[operator]
+    z = flow.base.sample(SAMPLES, generator=generator)
     return {inverse: round_trip(flow, z, inverse) for inverse in get_args(Inverse)}
 
 

@@ -59,7 +59,7 @@ class Sampler:
     @torch.no_grad()
     def __call__(self) -> Tensor:
         """Returns n new samples, (n, *shape)."""
-        z: Tensor = self.flow.base.sample(self.n, generator=self.generator)  # type: ignore[operator]
+        z = self.flow.base.sample(self.n, generator=self.generator)
         if self.n and self.inverse == "learned" and z.device.type == GRAPH_DEVICE_TYPE:
             self._prepare(z)
         if self._graph is not None:

@@ -5,8 +5,6 @@ import torch
 from torch.testing import assert_close
 
 from selfnorm import Conv1x1, ExactConv2d, ExactLinear
-from selfnorm.kernels.dispatch import used_on
-from selfnorm.layers.emerging import AutoregressiveConv2d
 from selfnorm.linalg.convmatrix import Geometry, convolve
 from support.kernel_checks import agree, in_float64, normal, random_layer, strided, trained
 
@@ -119,38 +117,6 @@ def test_more_examples_than_a_store_takes(device):
     assert_close(conv_forward(x, k, None, triangular=True)[1], 2 * torch.full_like(log_det, 3.0).log())
     with pytest.raises(ValueError, match=r"repeated_slogdet: expected a square matrix of at most 64 rows, got \(1, 2, 2\)"):
         repeated_slogdet(matrix[None], 5, 131)
-
-
-LAYERS = {
-    "exact": lambda: ExactConv2d(3, 3),
-    "exact without bias": lambda: ExactConv2d(3, (1, 5), bias=False),
-    "exact 1×1": lambda: ExactConv2d(3, 1, dilation=2, padding_mode="circular", bias=False),
-    "mixing": lambda: Conv1x1(3),
-    "autoregressive": lambda: AutoregressiveConv2d(3, 3),
-    "mirrored": lambda: AutoregressiveConv2d(3, 3, mirrored=True, bias=False, mask="raster"),
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_train_the_same_with_kernels_and_without(name, device, monkeypatch):
-    layer, x = random_layer(LAYERS[name](), device), normal(4, 3, 5, 6, device=device)
-    calls = []
-    for module in ("linear", "emerging"):  # the plain code's
-        monkeypatch.setattr(f"selfnorm.layers.{module}.convolve", lambda *args: calls.append(args) or convolve(*args))
-    fused = trained(layer, x)
-    assert not calls
-    with used_on():
-        plain = trained(layer, x)
-    assert calls
-    agree([value for value in fused if value.numel()], [value for value in plain if value.numel()], tolerance=1e-5)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_second_derivatives_are_refused(name, device):
-    layer, x = random_layer(LAYERS[name](), device), normal(2, 3, 4, 4, device=device).requires_grad_()
-    z, log_det, _ = layer.surrogate(x)
-    with pytest.raises(RuntimeError, match="surrogate: the training gradient cannot be differentiated again"):
-        torch.autograd.grad(z.square().sum() + log_det.sum(), x, create_graph=True)
 
 
 @pytest.mark.parametrize(

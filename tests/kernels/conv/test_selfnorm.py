@@ -5,16 +5,14 @@ import torch
 from torch.testing import assert_close
 
 from selfnorm import SelfNormConv2d
-from selfnorm.kernels.dispatch import used_on
 from selfnorm.layers import exponential
-from selfnorm.layers.exponential import ConvExponential
 from selfnorm.layers.selfnorm import _SelfNormConv2d
 from selfnorm.linalg.convmatrix import Geometry, convolve
 from selfnorm.runtime.context import step_context
 from selfnorm.runtime.precision import precision
 from support.kernel_checks import agree, in_float64, normal, random_layer, strided, trained
 
-pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
+pytestmark = pytest.mark.usefixtures("kernels", "poisoned", "short_sums")
 
 # Images (N, C, H, W) and the sides of two kernels: one channel and several, one tile of pixels and more, kernels that reach
 # beyond the image, rectangular ones, and an inverse that is smaller or larger.
@@ -35,18 +33,6 @@ SHAPES = {
 @pytest.fixture(params=SHAPES.values(), ids=SHAPES)
 def shapes(request):
     return request.param
-
-
-@pytest.fixture(autouse=True)
-def short_sums(monkeypatch):
-    """Two rows at a time, so that few images make several steps."""
-    from selfnorm.kernels.conv import selfnorm as conv
-    from selfnorm.kernels.conv import series
-
-    of_images, of_batch = conv.image_sum_tiles, series.batch_sum_tiles
-    monkeypatch.setattr(conv, "image_sum_tiles", lambda rows: of_images(32 * rows) | {"ROWS": 2})
-    monkeypatch.setattr(series, "batch_sum_tiles", lambda rows, examples: of_batch(64 * rows, 64 * examples) | {"ROWS": 2})
-    return of_images
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 100, 129, 1000])
@@ -116,37 +102,6 @@ def test_all_terms_count_in_tf32(shape, terms, device):
     Z.backward(grad_z.double())
     for got, expected in zip([z, *gradients[:2]], [Z, X.grad, K.grad], strict=True):
         assert (got - expected).norm() < 1e-2 * expected.norm()
-
-
-LAYERS = {
-    "selfnorm": lambda: SelfNormConv2d(3, 3, inverse_kernel_size=5),
-    "selfnorm without bias": lambda: SelfNormConv2d(3, 3, bias=False),
-    "exponential": lambda: ConvExponential(3, 3),
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_train_the_same_with_kernels_and_without(name, device, monkeypatch):
-    layer, x = random_layer(LAYERS[name](), device), normal(4, 3, 5, 6, device=device)
-    calls = []
-    for function in ("convolve",):  # the plain code's
-        for module in ("selfnorm", "exponential"):
-            where = f"selfnorm.layers.{module}.{function}"
-            monkeypatch.setattr(where, lambda *args: calls.append(args) or convolve(*args))
-    fused = trained(layer, x)
-    assert not calls
-    with used_on():
-        plain = trained(layer, x)
-    assert calls
-    agree([value for value in fused if value.numel()], [value for value in plain if value.numel()], tolerance=1e-5)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_second_derivatives_are_refused(name, device):
-    layer, x = random_layer(LAYERS[name](), device), normal(2, 3, 4, 4, device=device).requires_grad_()
-    z, log_det, _ = layer.surrogate(x)
-    with pytest.raises(RuntimeError, match="surrogate: the training gradient cannot be differentiated again"):
-        torch.autograd.grad(z.square().sum() + log_det.sum(), x, create_graph=True)
 
 
 @pytest.mark.parametrize(

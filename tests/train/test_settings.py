@@ -1,0 +1,238 @@
+"""Settings by path, by flat key and in files: what is read, what is written, and what is refused."""
+
+import re
+
+import pytest
+
+from selfnorm.train.experiments import DEFAULT, RECIPES, find_recipe
+from selfnorm.train.recipe import Recipe
+from selfnorm.train.settings import from_mapping, from_toml, override, to_toml
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_toml_round_trip(name):
+    assert from_toml(to_toml(RECIPES[name]), "here") == RECIPES[name]
+
+
+def test_toml_round_trip_of_awkward_values():
+    settings = {"data": "C:\\dir", "weight": 1e-7, "clip": 1e22, "learning_rate": 0.1 + 0.2, "levels": 17, "patience": 3}
+    recipe = Recipe('q"uote\\ and é 😀\x7f\n').changed(**settings)
+    assert from_toml(to_toml(recipe), "here") == recipe
+
+
+def test_overrides_are_read_by_their_type():
+    changed = override(
+        find_recipe(DEFAULT), ["weight=3", "clip=1e4", "flip=TRUE", "epochs = 7", "model=conv", "data=a=b", "patience=none"]
+    )
+    assert (changed.objective.reconstruction_weight, changed.optimiser.clip) == (3.0, 1e4)
+    assert (changed.data.flip, changed.optimiser.epochs) == (True, 7)
+    assert isinstance(changed.objective.reconstruction_weight, float)
+    assert (changed.architecture.model, changed.data.source, changed.evaluation.patience) == ("conv", "a=b", None)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("epoch=3", "did you mean epochs"),
+        ("colour=3", "learning_rate"),  # all keys are listed
+        ("name=x", "expected one of"),
+        ("epochs", "key=value"),
+        ("epochs=1.5", "a whole number, got '1.5'"),
+        ("epochs=true", "a whole number"),
+        ("weight=heavy", "a number"),
+        ("flip=1", "true or false"),
+        ("model=mlp", "fc, conv, glow"),
+        ("epochs=0", "at least 1"),
+        ("weight=-1", "at least 0"),
+        ("weight=nan", "weight"),
+        ("learning_rate=inf", "finite"),
+        ("learning_rate=0", "learning_rate"),
+        ("decay=2", "decay"),
+        ("levels=300", "levels"),
+        ("epochs=none", "a whole number"),
+    ],
+)
+def test_wrong_overrides_are_refused(setting, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        override(find_recipe(DEFAULT), [setting])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("name = ", "does not parse"),
+        ('name = "x"\ncolour = 1', "unknown colour"),
+        ("epochs = 3", "no name"),
+        ('name = "x"\nepochs = "3"', "epochs"),
+        ('name = "x"\nflip = 1', "flip"),
+        ('name = "x"\nepochs = true', "epochs"),
+    ],
+)
+def test_wrong_files_are_refused(text, words):
+    with pytest.raises(ValueError, match=f"here.*{words}"):
+        from_toml(text, "here")
+
+
+# The keys of recipes before there were groups: the path of each, and a value other than the default.
+FLAT = {
+    "paper": ("paper", "table 9"),
+    "data": ("data.source", "mnist"),
+    "data_dir": ("data.folder", "somewhere"),
+    "levels": ("data.levels", 16),
+    "flip": ("data.flip", True),
+    "jitter": ("data.jitter", 2),
+    "model": ("architecture.model", "glow"),
+    "kind": ("architecture.kind", "exact"),
+    "layers": ("architecture.layers", 7),
+    "activation": ("architecture.activation", "spline"),
+    "alpha": ("architecture.alpha", 0.75),
+    "bins": ("architecture.bins", 9),
+    "rotate": ("architecture.rotate", True),
+    "blocks": ("architecture.blocks", 4),
+    "layers_per_block": ("architecture.layers_per_block", 6),
+    "steps": ("architecture.steps_per_block", 4),
+    "hidden": ("architecture.hidden", 32),
+    "kernel_size": ("architecture.kernel_size", 5),
+    "inverse_kernel_size": ("architecture.inverse_kernel_size", 7),
+    "standardize": ("architecture.standardize", True),
+    "penalty": ("objective.penalty", "mdmm"),
+    "weight": ("objective.reconstruction_weight", 10.0),
+    "tolerance": ("objective.tolerance", 0.25),
+    "weight_rate": ("objective.multiplier_rate", 0.5),
+    "damping": ("objective.damping", 2.0),
+    "probes": ("objective.probes", 3),
+    "symmetric": ("objective.symmetric", True),
+    "polish": ("objective.polish", "tap-mean"),
+    "polish_every": ("objective.polish_every", 11),
+    "debias": ("objective.debias", 5),
+    "debias_keep": ("objective.debias_keep", 0.125),
+    "epochs": ("optimiser.epochs", 13),
+    "batch_size": ("optimiser.batch_size", 17),
+    "learning_rate": ("optimiser.learning_rate", 0.0625),
+    "warmup_epochs": ("optimiser.warmup_epochs", 1.5),
+    "decay": ("optimiser.decay", 0.375),
+    "clip": ("optimiser.clip", 1000.0),
+    "graphs": ("optimiser.graphs", False),
+    "precision": ("optimiser.precision", "bf16"),
+    "init_examples": ("optimiser.init_examples", 19),
+    "seed": ("optimiser.seed", 23),
+    "on_divergence": ("optimiser.on_divergence", "rollback"),
+    "threads": ("optimiser.threads", 2),
+    "validate_every": ("evaluation.validate_every", 29),
+    "patience": ("evaluation.patience", 31),
+    "eval_batch_size": ("evaluation.batch_size", 37),
+    "test_samples": ("evaluation.test_samples", 41),
+}
+
+EARLIER_TOML = """\
+name = "mine"
+paper = "table 9"
+data = "digits"
+# data_dir is not set
+levels = 16
+model = "glow"
+kind = "tracked"
+steps = 4
+penalty = "geco"
+weight = 1000
+# weight_rate is not set
+eval_batch_size = 37
+batch_size = 17
+"""
+
+# Settings added since then: the same.
+ADDED = {}
+
+KNOWN = FLAT | ADDED
+
+
+def other_values():
+    """A recipe in which every setting but its name differs from the default."""
+    return Recipe("mine").changed(**{key: value for key, (_, value) in KNOWN.items()})
+
+
+def test_every_earlier_key_is_known():
+    """There were 48 of them, in this order; `selfnorm recipes NAME --json` prints them still."""
+    assert [key for key in Recipe("mine").flat() if key not in ADDED] == ["name", *FLAT] and len(FLAT) == 47
+
+
+def test_every_setting_is_known():
+    """A new setting needs a line in `ADDED`."""
+    assert set(Recipe("mine").by_path()) == {"name", *(path for path, _ in KNOWN.values())}
+    assert other_values().flat() == {"name": "mine", **{key: value for key, (_, value) in KNOWN.items()}}
+    assert set(other_values().differences(Recipe("mine"))) == {path for path, _ in KNOWN.values()}
+
+
+@pytest.mark.parametrize("key", KNOWN)
+def test_paths_and_earlier_keys_mean_the_same(key):
+    path, value = KNOWN[key]
+    default = Recipe("mine")
+    flat, dotted, changed = (
+        override(default, [f"{key}={value}"]),
+        override(default, [f"{path}={value}"]),
+        default.changed(**{key: value}),
+    )
+    assert flat == dotted == changed == default.changed(**{path: value}) != default
+    assert flat.by_path() == {**default.by_path(), path: value}
+    assert from_mapping({"name": "mine", key: value}, "here") == flat == from_toml(to_toml(flat), "here")
+
+
+@pytest.mark.parametrize("name", ["source", "folder", "steps_per_block", "reconstruction_weight", "multiplier_rate"])
+def test_new_names_need_no_group(name):
+    path, value = next((path, value) for path, value in FLAT.values() if path.endswith(f".{name}"))
+    assert override(Recipe("mine"), [f"{name}={value}"]) == Recipe("mine").changed(**{path: value})
+
+
+def test_a_batch_size_without_a_group_is_the_optimisers():
+    recipe = override(Recipe("mine"), ["batch_size=7", "evaluation.batch_size=9"])
+    assert (recipe.optimiser.batch_size, recipe.evaluation.batch_size) == (7, 9)
+
+
+def test_toml_has_a_table_for_each_group():
+    text = to_toml(other_values())
+    assert re.findall(r"^\[(.*)\]$", text, re.MULTILINE) == ["data", "architecture", "objective", "optimiser", "evaluation"]
+    assert "[objective]\npenalty" in text and "reconstruction_weight = 10.0\n" in text
+    assert from_toml(text, "here") == other_values()
+    assert "# inverse_kernel_size is not set\n" in to_toml(Recipe("mine"))
+
+
+def test_a_file_of_an_earlier_version_is_read():
+    recipe = from_toml(EARLIER_TOML, "here")
+    expected = {"levels": 16, "model": "glow", "kind": "tracked", "steps": 4, "penalty": "geco", "weight": 1000.0}
+    assert recipe == Recipe("mine", "table 9").changed(**expected, eval_batch_size=37, batch_size=17)
+    assert isinstance(recipe.objective.reconstruction_weight, float)
+    assert from_toml(to_toml(recipe), "here") == recipe
+
+
+def test_a_mapping_of_an_earlier_version_is_read():
+    flat = other_values().flat()
+    assert from_mapping(flat, "here") == other_values()
+    assert from_mapping({**flat, "clip": None, "threads": None}, "here") == other_values().changed(clip=None, threads=None)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('name = "x"\n[optimiser]\nepoch = 3', "optimiser.epochs.*unknown optimiser.epoch"),
+        ('name = "x"\n[optimizer]\nepochs = 3', "unknown optimizer"),
+        ('name = "x"\n[objective]\nweight = 3', "unknown objective.weight"),
+        ('name = "x"\nepochs = 3\n[optimiser]\nepochs = 3', "optimiser.epochs once"),
+        ('name = "x"\n[optimiser]\nepochs = "3"', "expected optimiser.epochs to be a whole number"),
+        ('name = "x"\n[optimiser]\nepochs = 0', "expected optimiser.epochs at least 1"),
+        ('name = "x"\n[architecture]\nkind = "emerging"', "expected architecture.kind to be one of selfnorm"),
+        ('name = "x"\narchitecture = 3', "unknown architecture"),
+        ('name = "x"\ndata = 3', "expected data.source to be text"),
+    ],
+)
+def test_wrong_groups_are_refused(text, words):
+    with pytest.raises(ValueError, match=f"here.*{words}"):
+        from_toml(text, "here")
+
+
+@pytest.mark.parametrize(("key", "hint"), [("epoch", "epochs"), ("optimizer.epochs", "optimiser.epochs"), ("wieght", "weight")])
+def test_an_unknown_key_lists_the_known_ones(key, hint):
+    recipe = Recipe("mine")
+    for attempt in (lambda: recipe.changed(**{key: 3}), lambda: override(recipe, [f"{key}=3"])):
+        with pytest.raises(ValueError, match=re.escape(f"got {key!r}; did you mean {hint}?")) as caught:
+            attempt()
+        assert all(path in str(caught.value) for path, _ in FLAT.values())
