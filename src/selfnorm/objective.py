@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from selfnorm.bijection import Chain, located
 from selfnorm.flow import Flow, StandardNormal
 from selfnorm.kernels.dispatch import usable
-from selfnorm.linalg.learned import LearnedInverse, is_learned_inverse
+from selfnorm.linalg.learned import LearnedInverse, is_learned_inverse, likelihood_shares
 from selfnorm.linalg.neumann import draw_terms, expect_finite_variance, expect_probability, neumann_tail, spectral_radius
 from selfnorm.linalg.polish import expect_polish, expect_tap_mean, polish_inverse
 from selfnorm.penalties import GECO, MDMM, Fixed, Penalty
@@ -42,6 +42,8 @@ class Loss(nn.Module):
     penalty:       a `Penalty`, or a number λ for `Fixed(λ)`.
     probes:        number of white-noise vectors that each self-normalizing layer also reconstructs, at each step. Data leaves R
                    undetermined in directions in which it does not vary; noise varies in all.
+    inverse_likelihood:  whether R takes half of the likelihood's gradient, as in the paper. By default W takes all of it, and R
+                   learns from the reconstruction alone, which is stable for every input and every λ > 0 (docs/stability.md).
     symmetric:     reconstruct z from Rz as well: the mean of ‖RWx − x‖² and ‖WRz − z‖², with x and z constant.
     polish:        a method of `selfnorm.linalg.polish`, which moves R towards W⁻¹ after every `polish_every` steps.
     debias:        number of white-noise vectors that estimate W⁻ᵀ − Rᵀ at each step (`linalg.neumann`); 0 for none.
@@ -62,6 +64,7 @@ class Loss(nn.Module):
         penalty: Penalty | float = 1.0,
         probes: int = 0,
         *,
+        inverse_likelihood: bool = False,
         symmetric: bool = False,
         polish: str | None = None,
         polish_every: int = 100,
@@ -76,7 +79,7 @@ class Loss(nn.Module):
         self.polish, self.polish_every = polish, positive_int("Loss", "polish_every", polish_every)
         self.debias = positive_int("Loss", "debias", debias) if debias else 0
         self.debias_keep = expect_probability("Loss", debias_keep)
-        self.symmetric = symmetric
+        self.inverse_likelihood, self.symmetric = inverse_likelihood, symmetric
         for name, layer in zip(flow.reconstruction_names, self._layers(), strict=True):
             if not (is_learned_inverse(layer) if probes or debias or polish else hasattr(layer, "example_shape")):
                 raise ValueError(
@@ -107,7 +110,7 @@ class Loss(nn.Module):
         expect_batch(self, x)
         if len(x) == 0:
             raise ValueError("Loss: expected at least one example, got none")
-        with step_context(symmetric=self.symmetric):
+        with step_context(inverse_likelihood=self.inverse_likelihood, symmetric=self.symmetric):
             if self._fits_kernel(flow, x):
                 return self._by_kernel(flow, x, context)
             return self._by_torch(flow, x, context, generator)
@@ -134,7 +137,8 @@ class Loss(nn.Module):
         nll = -surrogate.log_det.mean()
         value = nll + self.penalty(error, dimensions)
         if self.debias:
-            value = value - sum(self._tail(layer, x, generator) for layer in layers) / 2  # each has ½Rᵀ already
+            of_w, _ = likelihood_shares(self.inverse_likelihood)  # of Rᵀ, which W has already
+            value = value - of_w * sum(self._tail(layer, x, generator) for layer in layers)
         return value, Metrics(nll.detach(), error.detach())
 
     @property

@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from selfnorm import Chain, ExactConv2d, ExactLinear, SelfNormConv2d, SelfNormLinear, SingularWeightError, SmoothLeakyReLU
+from selfnorm import Chain, ExactConv2d, ExactLinear, Flow, SelfNormConv2d, SelfNormLinear, SingularWeightError, SmoothLeakyReLU
 from selfnorm.linalg.convmatrix import flip, resize_kernel, tap_counts
+from selfnorm.objective import Loss
+from selfnorm.runtime.context import step_context
 from support.oracles import dense_matrix, exact_log_likelihood, plain_surrogate
 
 LAYERS = {
@@ -40,17 +42,51 @@ def gradients(outputs, cotangents, layer, x):
     return torch.autograd.grad(total, [x, *layer.parameters()])
 
 
+@pytest.mark.parametrize("inverse_likelihood", [True, False], ids=["paper", "one-sided"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_gradient_is_plain_autograds(name, device):
+def test_gradient_is_plain_autograds(name, inverse_likelihood, device):
     """For W, R, b and x, under any gradient that arrives at z, log_det and reconstruction, a different one for each example."""
     layer, x = random_layer(name)
     layer, x = layer.to(device), x.to(device).requires_grad_()
-    ours, plain = layer.surrogate(x), plain_surrogate(layer, x)
+    with step_context(inverse_likelihood=inverse_likelihood):
+        ours = layer.surrogate(x)
+    plain = plain_surrogate(layer, x, inverse_likelihood)
     for mine, oracle in zip(ours, plain, strict=True):
         assert_close(mine, oracle, rtol=1e-10, atol=1e-10)
     cotangents = [torch.randn_like(o) for o in plain]
     for mine, oracle in zip(gradients(ours, cotangents, layer, x), gradients(plain, cotangents, layer, x), strict=True):
         assert_close(mine, oracle, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("inverse_likelihood", [True, False], ids=["paper", "one-sided"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_weights_get_the_same_gradient_if_the_input_needs_none(name, inverse_likelihood):
+    layer, x = random_layer(name)
+    cotangents = [torch.randn_like(output) for output in layer.surrogate(x)]
+
+    def gradients_of_weights(x):
+        with step_context(inverse_likelihood=inverse_likelihood):
+            total = sum((o * c).sum() for o, c in zip(layer.surrogate(x), cotangents, strict=True))
+        return torch.autograd.grad(total, list(layer.parameters()))
+
+    for mine, oracle in zip(gradients_of_weights(x), gradients_of_weights(x.clone().requires_grad_()), strict=True):
+        assert_close(mine, oracle, rtol=1e-12, atol=1e-12)
+
+
+def test_the_last_loss_decides_for_calls_outside_of_one():
+    """As activation checkpointing makes them. Before any loss, a layer follows the paper."""
+    flow, x = Flow(Chain(SelfNormLinear(3))), torch.randn(4, 3)
+    layer = flow.bijection[0]
+    layer.weight_inv.data.normal_()
+
+    def gradient():
+        return torch.autograd.grad(layer.surrogate(x).log_det.sum(), [layer.weight_inv], allow_unused=True)[0]
+
+    assert_close(gradient(), -4 * layer.weight.detach().T / 2)
+    Loss(flow)(x)
+    assert not gradient().any()
+    Loss(flow, inverse_likelihood=True)(x)
+    assert_close(gradient(), -4 * layer.weight.detach().T / 2)
 
 
 @settings(max_examples=40, deadline=None)
@@ -61,9 +97,10 @@ def test_gradient_is_plain_autograds(name, device):
     st.integers(1, 2),
     st.integers(1, 2),
     st.sampled_from(["zeros", "circular"]),
+    st.booleans(),
     st.integers(0, 2**31),
 )
-def test_conv_gradient_is_plain_autograds_over_shapes(k, r, width, dilation, groups, mode, seed):
+def test_conv_gradient_is_plain_autograds_over_shapes(k, r, width, dilation, groups, mode, inverse_likelihood, seed):
     torch.manual_seed(seed)
     layer = SelfNormConv2d(2 * groups, (k, width), (r, 3), dilation=dilation, groups=groups, padding_mode=mode)
     with torch.no_grad():
@@ -71,7 +108,9 @@ def test_conv_gradient_is_plain_autograds_over_shapes(k, r, width, dilation, gro
             parameter.copy_(torch.randn_like(parameter))
     least = max(dilation * (max(k, r) - 1), dilation * (max(width, 3) - 1)) + 1 if mode == "circular" else 3
     x = torch.randn(2, 2 * groups, least, least + 1, requires_grad=True)
-    ours, plain = layer.surrogate(x), plain_surrogate(layer, x)
+    with step_context(inverse_likelihood=inverse_likelihood):
+        ours = layer.surrogate(x)
+    plain = plain_surrogate(layer, x, inverse_likelihood)
     cotangents = [torch.randn_like(o) for o in plain]
     for mine, oracle in zip(gradients(ours, cotangents, layer, x), gradients(plain, cotangents, layer, x), strict=True):
         assert_close(mine, oracle, rtol=1e-10, atol=1e-10)

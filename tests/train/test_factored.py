@@ -103,16 +103,17 @@ def test_training_by_factors_takes_the_steps_of_adam(device, kernels, kind, plai
         torch.testing.assert_close(one.cpu().double(), other.detach(), rtol=1e-3, atol=3e-4)
 
 
-@pytest.mark.parametrize("pair", [True, False])
-def test_the_plain_step_is_torchs_adam_to_the_last_digits(pair):
+@pytest.mark.parametrize(("pair", "inverse_likelihood"), [(True, True), (True, False), (False, False)])
+def test_the_plain_step_is_torchs_adam_to_the_last_digits(pair, inverse_likelihood):
     W, R = (torch.nn.Parameter(torch.randn(5, 5)) for _ in range(2))
     twins = [torch.nn.Parameter(matrix.detach().clone()) for matrix in (W, R)]
     optimizer, state = torch.optim.Adam(twins, lr=0.02, betas=BETAS, eps=EPS), Moments()
     for _ in range(4):
         a, b, c, d, s = *(torch.randn(3, 5) for _ in range(4)), torch.randn(3)
-        twins[0].grad = a.T @ b + (s.sum() / 2 if pair else s.sum()) * twins[1].detach().T
-        twins[1].grad = c.T @ d - s.sum() / 2 * twins[0].detach().T if pair else None
-        record = PairGradient(W, R, a, b, c, d, s) if pair else SingleGradient(W, a, b, R, True, s)
+        of_w, of_r = (0.5, 0.5) if inverse_likelihood else (1.0, 0.0)
+        twins[0].grad = a.T @ b + of_w * s.sum() * twins[1].detach().T
+        twins[1].grad = c.T @ d - of_r * s.sum() * twins[0].detach().T if pair else None
+        record = PairGradient(W, R, a, b, c, d, s, inverse_likelihood) if pair else SingleGradient(W, a, b, R, True, s)
         for parameter, gradient in zip(record.parameters, record.multiplied(), strict=True):
             torch.testing.assert_close(gradient, twins[0 if parameter is W else 1].grad)
             state(parameter)

@@ -7,9 +7,15 @@ appendix A.1, as a loss to be minimised)
     ∂W = ½(g_z xᵀ + g_log_det·Rᵀ) + 2 g_rec Rᵀe xᵀ
     ∂R = −½(g_x (Wx)ᵀ + g_log_det·Wᵀ) + 2 g_rec e (Wx)ᵀ
 
-summed over the batch: the determinant's gradient W⁻ᵀ has become Rᵀ, and O(D³) has become O(D²) per example. Everything else
-(x, the bias) gets its full gradient, and the reconstruction reaches no earlier layer. Because the log-determinant's gradient
-comes in through a per-example output, it scales with the loss like every other term. `docs/derivation.md` has the derivation.
+summed over the batch: the determinant's gradient W⁻ᵀ has become Rᵀ, and O(D³) has become O(D²) per example. The one-sided
+objective, `inverse_likelihood=False`, leaves R to the reconstruction and gives W the whole likelihood:
+
+    ∂W = g_z xᵀ + g_log_det·Rᵀ + 2 g_rec Rᵀe xᵀ
+    ∂R = 2 g_rec e (Wx)ᵀ
+
+Everything else (x, the bias) gets its full gradient, and the reconstruction reaches no earlier layer. Because the
+log-determinant's gradient comes in through a per-example output, it scales with the loss like every other term.
+`docs/derivation.md` has the derivation, `docs/stability.md` the reason for the one-sided objective.
 """
 
 from __future__ import annotations
@@ -38,6 +44,7 @@ from selfnorm.linalg.convmatrix import (
 )
 from selfnorm.linalg.factors import invert
 from selfnorm.linalg.iterations import transposed
+from selfnorm.linalg.learned import likelihood_shares
 from selfnorm.runtime.autograd import backward_in_full_precision, refuse_second_derivative
 from selfnorm.runtime.checks import describe
 from selfnorm.runtime.context import current_step
@@ -55,6 +62,8 @@ class _SelfNormalizing(StoredInverse):
     # through the step context. It is remembered for calls without a loss around them, such as those that activation checkpointing
     # repeats.
     symmetric = False
+    # Whether R takes half of the likelihood's gradient, as in the paper. Chosen and remembered in the same way.
+    inverse_likelihood = True
 
     @property
     def reconstruction_names(self) -> tuple[str, ...]:
@@ -73,6 +82,12 @@ class _SelfNormalizing(StoredInverse):
         if chosen is not None:
             self.symmetric = chosen
         return self.symmetric
+
+    def _chosen_inverse_likelihood(self) -> bool:
+        chosen = current_step().inverse_likelihood
+        if chosen is not None:
+            self.inverse_likelihood = chosen
+        return self.inverse_likelihood
 
     def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns Wx, zeros (N,) that carry the log-determinant's gradient, and ‖RWx − x‖² (N, 1)."""
@@ -105,10 +120,10 @@ class SelfNormLinear(_SelfNormalizing, DenseMap):
             return None
         from selfnorm.kernels.dense.selfnorm import FusedSelfNormLinear
 
-        return Surrogate(*FusedSelfNormLinear.apply(x, self.weight, self.weight_inv, self.bias, step))
+        return Surrogate(*FusedSelfNormLinear.apply(x, self.weight, self.weight_inv, self.bias, self._chosen_inverse_likelihood(), step))
 
     def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return _SelfNormLinear.apply(x, self.weight, self.weight_inv)
+        return _SelfNormLinear.apply(x, self.weight, self.weight_inv, self._chosen_inverse_likelihood())
 
     def apply_inverse(self, z: Tensor) -> Tensor:
         return z @ self.weight_inv.mT
@@ -168,10 +183,10 @@ class SelfNormConv2d(_SelfNormalizing, ConvMap):
             return None
         from selfnorm.kernels.conv.selfnorm import FusedSelfNormConv2d
 
-        return Surrogate(*FusedSelfNormConv2d.apply(x, self.weight, self.weight_inv, self.bias))
+        return Surrogate(*FusedSelfNormConv2d.apply(x, self.weight, self.weight_inv, self.bias, self._chosen_inverse_likelihood()))
 
     def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return _SelfNormConv2d.apply(x, self.weight, self.weight_inv, *self.geometry)
+        return _SelfNormConv2d.apply(x, self.weight, self.weight_inv, self.geometry, self._chosen_inverse_likelihood())
 
     def apply_inverse(self, z: Tensor) -> Tensor:
         return convolve_without_gradient(z, self.weight_inv, self.geometry)
@@ -191,26 +206,35 @@ class SelfNormConv2d(_SelfNormalizing, ConvMap):
 
 
 class _SelfNormLinear(torch.autograd.Function):
-    """x (N, D), W, R (D, D) -> Wx, zeros (N,), ‖RWx − x‖² (N, 1), with the gradients above: 6 matrix products in all."""
+    """x (N, D), W, R (D, D) -> Wx, zeros (N,), ‖RWx − x‖² (N, 1), with the gradients above: 6 matrix products in all.
+
+    One-sided, 5 suffice where the input needs no gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, W: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, W: Tensor, R: Tensor, inverse_likelihood: bool) -> tuple[Tensor, Tensor, Tensor]:
         z = x @ W.mT
         error = torch.addmm(x, z, R.mT, beta=-1)
         ctx.save_for_backward(x, z, error, W, R)
+        ctx.inverse_likelihood = inverse_likelihood
         return z, x.new_zeros(x.shape[0]), error.square().sum(1, keepdim=True)
 
     @staticmethod
     @backward_in_full_precision
-    def backward(ctx: Any, grad_z: Tensor, grad_log_det: Tensor, grad_reconstruction: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        ctx: Any, grad_z: Tensor, grad_log_det: Tensor, grad_reconstruction: Tensor
+    ) -> tuple[Tensor | None, Tensor, Tensor, None]:
         refuse_second_derivative()
         x, z, error, W, R = ctx.saved_tensors
-        half = grad_log_det.sum() / 2
+        of_w, of_r = likelihood_shares(ctx.inverse_likelihood)
+        log_det = grad_log_det.sum()
         grad_error = 2 * grad_reconstruction * error
-        grad_x = grad_z @ W
-        grad_W = _times_transposed(half, R).addmm_(torch.addmm(grad_z, grad_error, R, beta=0.5).mT, x)
-        grad_R = _times_transposed(-half, W).addmm_(grad_error.sub_(grad_x, alpha=0.5).mT, z)
-        return grad_x, grad_W, grad_R
+        grad_x = grad_z @ W if of_r or ctx.needs_input_grad[0] else None
+        grad_W = _times_transposed(of_w * log_det, R).addmm_(torch.addmm(grad_z, grad_error, R, beta=of_w).mT, x)
+        if grad_x is None or not of_r:
+            return grad_x, grad_W, grad_error.mT @ z, None
+        grad_R = _times_transposed(-of_r * log_det, W).addmm_(grad_error.sub_(grad_x, alpha=of_r).mT, z)
+        return grad_x, grad_W, grad_R, None
 
 
 def _times_transposed(scale: Tensor, matrix: Tensor) -> Tensor:
@@ -230,30 +254,32 @@ class _SelfNormConv2d(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, r: Tensor, dilation: tuple[int, int], groups: int, padding_mode: PaddingMode
+        ctx: Any, x: Tensor, w: Tensor, r: Tensor, geometry: Geometry, inverse_likelihood: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        geometry = Geometry(dilation, groups, padding_mode)
         z = convolve(x, w, geometry)
         error = convolve(z, r, geometry) - x
         ctx.save_for_backward(x, z, error, w, r)
-        ctx.geometry = geometry
+        ctx.geometry, ctx.inverse_likelihood = geometry, inverse_likelihood
         return z, x.new_zeros(x.shape[0]), error.square().sum((1, 2, 3))[:, None]
 
     @staticmethod
     @backward_in_full_precision
     def backward(
         ctx: Any, grad_z: Tensor, grad_log_det: Tensor, grad_reconstruction: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor, Tensor, None, None]:
         refuse_second_derivative()
         x, z, error, w, r = ctx.saved_tensors
         geometry: Geometry = ctx.geometry
-        half = grad_log_det.sum() / 2
+        of_w, of_r = likelihood_shares(ctx.inverse_likelihood)
+        log_det = grad_log_det.sum()
         grad_error = 2 * grad_reconstruction[:, :, None, None] * error
-        grad_x = convolve(grad_z, flip(w, geometry.groups), geometry)
-        towards_w = grad_z / 2 + convolve(grad_error, flip(r, geometry.groups), geometry)
-        grad_w = _kernel_terms(x, towards_w, r, w, half, geometry)
-        grad_r = _kernel_terms(z, grad_error - grad_x / 2, w, r, -half, geometry)
-        return grad_x, grad_w, grad_r, None, None, None
+        towards_w = of_w * grad_z + convolve(grad_error, flip(r, geometry.groups), geometry)
+        grad_w = _kernel_terms(x, towards_w, r, w, of_w * log_det, geometry)
+        grad_x = convolve(grad_z, flip(w, geometry.groups), geometry) if of_r or ctx.needs_input_grad[0] else None
+        if grad_x is None or not of_r:
+            return grad_x, grad_w, kernel_gradient(z, grad_error, (r.shape[2], r.shape[3]), geometry), None, None
+        grad_r = _kernel_terms(z, grad_error - of_r * grad_x, w, r, -of_r * log_det, geometry)
+        return grad_x, grad_w, grad_r, None, None
 
 
 def _kernel_terms(x: Tensor, grad: Tensor, inverse: Tensor, kernel: Tensor, scale: Tensor, geometry: Geometry) -> Tensor:

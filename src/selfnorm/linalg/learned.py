@@ -9,6 +9,11 @@ from torch import Tensor
 from selfnorm.linalg.convmatrix import Geometry
 
 
+def likelihood_shares(inverse_likelihood: bool) -> tuple[float, float]:
+    """Returns the shares of the likelihood's gradient that W and R take: half each in the paper, one-sided all of it and none."""
+    return (0.5, 0.5) if inverse_likelihood else (1.0, 0.0)
+
+
 class LearnedInverse(Protocol):
     """A linear map W with a learned inverse R, on examples of `example_shape`."""
 

@@ -41,6 +41,7 @@ class StepContext:
     precision:       of products, as set by `runtime.precision.precision`; None leaves torch's own settings.
     symmetric:       whether self-normalizing layers also reconstruct z from Rz, and take the mean; None means that the
                      layer keeps the value that it last got from a loss.
+    inverse_likelihood:  whether a learned inverse takes half of the likelihood's gradient, as in the paper; None as above.
     observer:        called in place of each layer's `surrogate`, with the layer and its arguments; used for profiling.
     kernel_devices:  the device types on which Triton kernels replace plain PyTorch.
     """
@@ -49,6 +50,7 @@ class StepContext:
     collector: GradientCollector | None = None
     precision: Precision | None = None
     symmetric: bool | None = None
+    inverse_likelihood: bool | None = None
     observer: Callable[..., Any] | None = None
     kernel_devices: tuple[str, ...] = ("cuda",)
 

@@ -70,6 +70,7 @@ def build_loss(recipe: Recipe, flow: Flow) -> Loss:
             flow,
             penalty,
             chosen.probes,
+            inverse_likelihood=chosen.inverse_likelihood,
             symmetric=chosen.symmetric,
             polish=chosen.polish,
             polish_every=chosen.polish_every,

@@ -84,6 +84,7 @@ class ObjectiveSettings:
     tolerance: NonNegative = 1e-4  # geco, mdmm: the error per dimension that is small enough
     multiplier_rate: Positive | None = None  # geco, mdmm: how fast λ moves; by default the penalty's own rate
     damping: NonNegative | None = None  # mdmm: of the quadratic term; by default the penalty's own
+    inverse_likelihood: bool = False  # as in the paper: the learned inverse takes half of the likelihood's gradient
     probes: CountOrZero = 0  # white-noise vectors to reconstruct in addition to the data, per layer and step
     symmetric: bool = False  # reconstruct z from Rz as well as x from Wx, and take the mean error
     polish: Literal["newton-schulz", "low-rank", "least-squares", "tap-mean"] | None = None  # improve R by linear algebra

@@ -13,6 +13,10 @@ from selfnorm.bijection import located
 from selfnorm.train.recipe import FLAT_KEYS, TYPES, Recipe, path_of
 
 
+# Files from before a setting existed, where they do not mean its default: earlier versions trained with the paper's objective.
+BEFORE = {"objective.inverse_likelihood": True}
+
+
 def override(recipe: Recipe, settings: Iterable[str]) -> Recipe:
     """Returns the recipe changed by settings such as "epochs=3" or "optimiser.epochs=3".
 
@@ -52,7 +56,7 @@ def from_mapping(values: Mapping[str, Any], where: str) -> Recipe:
         wrong = f"unknown {', '.join(sorted(unknown))}" if unknown else "no name"
         raise ValueError(f"{where}: expected a recipe with the settings {', '.join(TYPES)}, got {wrong}")
     with located(where):
-        return Recipe(read.pop("name")).changed(**read)
+        return Recipe(read.pop("name")).changed(**(BEFORE | read))
 
 
 def to_toml(recipe: Recipe) -> str:

@@ -41,7 +41,8 @@ def test_sums_reach_the_last_row(short_sums, rows):
     assert rows <= tiles["ROWS"] * tiles["STEPS"] < 2 * rows + 2 * tiles["ROWS"]
 
 
-def test_self_normalizing_convolution(shapes, device):
+@pytest.mark.parametrize("inverse_likelihood", [True, False], ids=["paper", "one-sided"])
+def test_self_normalizing_convolution(shapes, inverse_likelihood, device):
     from selfnorm.kernels.conv.selfnorm import selfnorm_conv_backward, selfnorm_conv_forward
 
     shape, sides, inverse_sides = shapes
@@ -51,14 +52,18 @@ def test_self_normalizing_convolution(shapes, device):
     bias = normal(channels, device=device) if channels != 4 else None
     arriving = normal(*shape, device=device), normal(n, device=device), normal(n, 1, device=device)
     out, z, error, log_det, squares = selfnorm_conv_forward(strided(x), strided(w), r, bias)
-    gradients = selfnorm_conv_backward(x, z, error, w, strided(r), *[strided(grad) for grad in arriving])
+    gradients = selfnorm_conv_backward(x, z, error, w, strided(r), *[strided(grad) for grad in arriving], inverse_likelihood)
 
     X, W, R, B = in_float64(x, w, r, torch.zeros(channels, device=device) if bias is None else bias)
-    Z, zeros, expected = _SelfNormConv2d.apply(X, W, R, *Geometry())
+    Z, zeros, expected = _SelfNormConv2d.apply(X, W, R, Geometry(), inverse_likelihood)
     torch.autograd.backward([Z + B[:, None, None], zeros, expected], [grad.double() for grad in arriving])
     agree([out, z, error], [Z + B[:, None, None], Z, convolve(Z, R, Geometry()) - X])
     agree([log_det, squares], [zeros, expected])
     agree(gradients, [X.grad, W.grad, R.grad, B.grad])
+
+    grad_x, *same = selfnorm_conv_backward(x, z, error, w, r, *arriving, inverse_likelihood, input_gradient=False)
+    agree(same, [W.grad, R.grad, B.grad])
+    assert (grad_x is None) is not inverse_likelihood
 
 
 @pytest.mark.parametrize("rows", [512, 2])

@@ -43,9 +43,10 @@ def expect_state(optimizer, matrix, state, parameter):
     torch.testing.assert_close(state.square.double(), kept["exp_avg_sq"].to(parameter.device), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("inverse_likelihood", [True, False], ids=["paper", "one-sided"])
 @pytest.mark.parametrize("by", TILES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (7, 5), (33, 70), (20, 64), (16, 32)], ids=str)
-def test_a_pair_takes_the_steps_of_torchs_adam(device, kernels, shape, by):
+def test_a_pair_takes_the_steps_of_torchs_adam(device, kernels, shape, by, inverse_likelihood):
     examples, features = shape
     W, R = single(device, features, features), single(device, features, features)
     states = (fresh(device, features), fresh(device, features))
@@ -56,13 +57,13 @@ def test_a_pair_takes_the_steps_of_torchs_adam(device, kernels, shape, by):
         towards_w, x, towards_r, z = (single(device, examples, features) for _ in range(4))
         scale = single(device, examples)
         a, b, c, d, s = (factor.double().cpu() for factor in (towards_w, x, towards_r, z, scale))
-        half = 0.5 * s.sum()
-        exact[0].grad = a.T @ b + half * exact[1].detach().T
-        exact[1].grad = c.T @ d - half * exact[0].detach().T
+        of_w, of_r = (0.5, 0.5) if inverse_likelihood else (1.0, 0.0)
+        exact[0].grad = a.T @ b + of_w * s.sum() * exact[1].detach().T
+        exact[1].grad = c.T @ d - of_r * s.sum() * exact[0].detach().T
         optimizer.step()
         for state in states:
             state.step.add_(1)
-        adam_pair(W, R, states, towards_w, x, towards_r, z, scale, 0.5, options, by=by)
+        adam_pair(W, R, states, towards_w, x, towards_r, z, scale, inverse_likelihood, options, by=by)
     for matrix, state, parameter in zip(exact, states, (W, R), strict=True):
         expect_state(optimizer, matrix, state, parameter)
     assert options.late_failure == 0
@@ -97,14 +98,15 @@ def test_a_matrix_is_its_own_addend_in_place(device, kernels):
     assert torch.equal(W, other)
 
 
-def test_large_batches_are_multiplied_by_cublas_and_step_alike(device, kernels, monkeypatch):
+@pytest.mark.parametrize("inverse_likelihood", [True, False], ids=["paper", "one-sided"])
+def test_large_batches_are_multiplied_by_cublas_and_step_alike(device, kernels, monkeypatch, inverse_likelihood):
     def run():
         torch.manual_seed(3)
         W, R, states = single(device, 20, 20), single(device, 20, 20), (fresh(device, 20), fresh(device, 20))
         factors = [single(device, 9, 20) for _ in range(4)]
         for state in states:
             state.step.add_(1)
-        adam_pair(W, R, states, *factors, single(device, 9), 0.5, switches(device))
+        adam_pair(W, R, states, *factors, single(device, 9), inverse_likelihood, switches(device))
         for state in states:
             state.step.add_(1)
         adam_single(W, states[0], *factors[:2], R, True, single(device, 9), 1.0, switches(device))
@@ -125,7 +127,7 @@ def test_frozen_changes_nothing_and_raises_nothing(device, kernels):
     options = switches(device)._replace(frozen=scalar(device, 1.0))
     x = single(device, 4, 20)
     x[0, 0] = torch.nan
-    adam_pair(W, R, states, x, x, x, x, x[1:, 0], 0.5, options)
+    adam_pair(W, R, states, x, x, x, x, x[1:, 0], True, options)
     adam_single(W, states[0], x, x, R, False, x[1:, 0], 0.5, options)
     assert all(torch.equal(one, other) for one, other in zip((W, R, *states[0], *states[1]), before, strict=True))
     assert options.late_failure == 0
@@ -147,7 +149,8 @@ def test_an_element_without_a_gradient_stays_and_tells(device, kernels, bad):
     assert state.average[3, 39] == 0 and state.square[3, 39] == 0 and W.isfinite().all() and state.square.isfinite().all()
 
 
-def test_of_a_pair_both_are_seen(device, kernels):
+@pytest.mark.parametrize("inverse_likelihood", [True, False], ids=["paper", "one-sided"])
+def test_of_a_pair_both_are_seen(device, kernels, inverse_likelihood):
     for which in (0, 2):
         W, R, states = single(device, 20, 20), single(device, 20, 20), (fresh(device, 20), fresh(device, 20))
         factors = [single(device, 4, 20) for _ in range(4)]
@@ -155,7 +158,7 @@ def test_of_a_pair_both_are_seen(device, kernels):
         options = switches(device)
         for state in states:
             state.step.add_(1)
-        adam_pair(W, R, states, *factors, factors[3][:, 0], 0.5, options)
+        adam_pair(W, R, states, *factors, factors[3][:, 0], inverse_likelihood, options)
         assert options.late_failure == 1
         stayed = [(state.average == 0).any(1) for state in states]
         assert stayed[which // 2].nonzero().tolist() == [[2]] and not stayed[1 - which // 2].any()
@@ -176,14 +179,15 @@ def test_matrices_that_cannot_be_updated_in_place_are_refused(device, kernels):
         adam_dense(W, state, single(device, 4, 4), switches(device))
 
 
-def test_each_of_a_pair_has_its_own_count_of_steps(device, kernels):
+@pytest.mark.parametrize("inverse_likelihood", [True, False], ids=["paper", "one-sided"])
+def test_each_of_a_pair_has_its_own_count_of_steps(device, kernels, inverse_likelihood):
     W, R = (torch.nn.Parameter(single(device, 6, 6)) for _ in range(2))
     twins = [torch.nn.Parameter(matrix.detach().clone()) for matrix in (W, R)]
     factors, scale, options = [single(device, 3, 6) for _ in range(4)], single(device, 3), switches(device)
     states = [Moments(single(device, 6, 6), single(device, 6, 6).square(), scalar(device, step)) for step in (1.0, 7.0)]
     copies = [Moments(*(part.clone() for part in state)) for state in states]
     with used_on():
-        update_from_factors(PairGradient(*twins, *factors, scale), copies, options)
+        update_from_factors(PairGradient(*twins, *factors, scale, inverse_likelihood), copies, options)
     with torch.no_grad():
-        adam_pair(W, R, tuple(states), *factors, scale, 0.5, options)
+        adam_pair(W, R, tuple(states), *factors, scale, inverse_likelihood, options)
     torch.testing.assert_close([W, R], twins, rtol=1e-5, atol=1e-5)

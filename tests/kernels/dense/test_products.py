@@ -61,6 +61,15 @@ def test_products_are_right_for_any_shape_and_tiles(device, kernels, shape, by):
     close(grad_b, g.sum(0), features)
     assert pull_back(grad_z, W, R, error, grad_reconstruction, by=by)[3] is None
 
+    for wanted in (True, False):  # one-sided
+        grad_x, towards_w, towards_r, grad_b = pull_back(grad_z, W, R, error, grad_reconstruction, True, False, wanted, by=by)
+        if wanted:
+            close(grad_x, g @ W_, features)
+        assert (grad_x is not None) is wanted
+        close(towards_w, g + 2 * r * error_ @ R_, 10 * features)
+        close(towards_r, 2 * r * error_, 10 * features)
+        close(grad_b, g.sum(0), features)
+
     one, other = times(x, W, grad_z, R, by=by)
     close(one, x_ @ W_, features)
     close(other, g @ R_, features)

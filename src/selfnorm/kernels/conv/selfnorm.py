@@ -30,21 +30,25 @@ class FusedSelfNormConv2d(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, r: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, r: Tensor, b: Tensor | None, inverse_likelihood: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         out, z, error, log_det, squares = selfnorm_conv_forward(x, w, r, b)
         ctx.save_for_backward(x, z, error, w, r)
-        ctx.has_bias = b is not None
+        ctx.has_bias, ctx.inverse_likelihood = b is not None, inverse_likelihood
         return out, log_det, squares
 
     @staticmethod
     @backward_in_full_precision
     def backward(
         ctx: Any, grad_z: Tensor, grad_log_det: Tensor, grad_reconstruction: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, None]:
         refuse_second_derivative()
         x, z, error, w, r = ctx.saved_tensors
-        grad_x, grad_w, grad_r, grad_b = selfnorm_conv_backward(x, z, error, w, r, grad_z, grad_log_det, grad_reconstruction)
-        return grad_x, grad_w, grad_r, grad_b if ctx.has_bias else None
+        grad_x, grad_w, grad_r, grad_b = selfnorm_conv_backward(
+            x, z, error, w, r, grad_z, grad_log_det, grad_reconstruction, ctx.inverse_likelihood, ctx.needs_input_grad[0]
+        )
+        return grad_x, grad_w, grad_r, grad_b if ctx.has_bias else None, None
 
 
 def selfnorm_conv_forward(x: Tensor, w: Tensor, r: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -73,20 +77,26 @@ def selfnorm_conv_backward(
     grad_z: Tensor,
     grad_log_det: Tensor,
     grad_squares: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    inverse_likelihood: bool = True,
+    input_gradient: bool = True,
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
     """Returns the self-normalizing gradients for x, w, r and the bias (C,), by two kernels.
 
-        g_x = flip(w) ⋆ g_z,    g_w = ½g_z + 2g_s·flip(r) ⋆ e,    g_r = 2g_s·e − ½g_x
-        ∂w = Σ_n corr(x, g_w) + h·flip(r)·m,    ∂r = Σ_n corr(z, g_r) − h·flip(w)·m,    ∂b = Σ_n Σ_pixels g_z,    h = ½Σ g_log_det
+        g_x = flip(w) ⋆ g_z,    g_w = s_w·g_z + 2g_s·flip(r) ⋆ e,    g_r = 2g_s·e − s_r·g_x
+        ∂w = Σ_n corr(x, g_w) + s_w·h·flip(r)·m,    ∂r = Σ_n corr(z, g_r) − s_r·h·flip(w)·m,    ∂b = Σ_n Σ_pixels g_z
 
-    In the first kernel each tile of pixels has two programs, one for w's gradient and one for r's; g_w and g_r are never stored.
+    with h = Σ g_log_det and s_w, s_r the `likelihood_shares`. One-sided, g_x is left out and None is returned if there is no
+    `input_gradient`. In the first kernel each tile of pixels has two programs, one for w's gradient and one for r's; g_w and g_r
+    are never stored.
     """
     x, w, r, grad_z = x.contiguous(), w.contiguous(), r.contiguous(), grad_z.contiguous()
     tiles = image_tiles(x, 64, _most_taps(w, r))
     rows = x.shape[0] * triton.cdiv(x.shape[2] * x.shape[3], tiles["PIXELS"])
     partial = x.new_empty(rows, w.numel() + r.numel() + x.shape[1])
-    grad_x, grad_w, grad_r, grad_b = torch.empty_like(x), torch.empty_like(w), torch.empty_like(r), x.new_empty(x.shape[1])
+    grad_x = torch.empty_like(x) if inverse_likelihood or input_gradient else None
+    grad_w, grad_r, grad_b = torch.empty_like(w), torch.empty_like(r), x.new_empty(x.shape[1])
     sides: dict[str, Any] = {"KH": w.shape[2], "KW": w.shape[3], "RH": r.shape[2], "RW": r.shape[3]}
+    sides["INVERSE_LIKELIHOOD"] = inverse_likelihood
     shape = image_constants(x)
     _selfnorm_conv_backward[(rows, 2)](
         x, z, error, w, r, grad_z, grad_squares.contiguous(), grad_x, partial, **sides, **shape, **tiles
@@ -133,7 +143,7 @@ def _selfnorm_conv_forward(
 
 @triton.jit
 def _selfnorm_conv_backward(
-    x_ptr, z_ptr, error_ptr, w_ptr, r_ptr, grad_z_ptr, grad_squares_ptr, grad_x_ptr, partial_ptr,
+    x_ptr, z_ptr, error_ptr, w_ptr, r_ptr, grad_z_ptr, grad_squares_ptr, grad_x_ptr, partial_ptr, INVERSE_LIKELIHOOD: tl.constexpr,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, RH: tl.constexpr, RW: tl.constexpr,
     PIXELS: tl.constexpr, OUT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -148,16 +158,21 @@ def _selfnorm_conv_backward(
     twice = 2 * tl.load(grad_squares_ptr + n)
     if tl.program_id(1) == 0:
         grad_z = tl.load(grad_z_ptr + places, mask=valid, other=0.0)
-        back = convolved(error_ptr + image, r_ptr, None, pixel, out, C, H, W, RH, RW, PIXELS, OUT, WIDTH, DEPTH, True, PRECISION)
-        grad = tl.where(valid, grad_z / 2 + twice * back, 0.0)
-        correlate(x_ptr + image, grad, partial, pixel, out, C, H, W, KH, KW, WIDTH, DEPTH, PRECISION)
         tl.store(partial + W_NUMEL + R_NUMEL + out, tl.sum(grad_z, axis=1), mask=out < C)
+        back = convolved(error_ptr + image, r_ptr, None, pixel, out, C, H, W, RH, RW, PIXELS, OUT, WIDTH, DEPTH, True, PRECISION)
+        if INVERSE_LIKELIHOOD:
+            grad_z /= 2
+        grad = tl.where(valid, grad_z + twice * back, 0.0)
+        correlate(x_ptr + image, grad, partial, pixel, out, C, H, W, KH, KW, WIDTH, DEPTH, PRECISION)
     else:
-        grad_x = convolved(
-            grad_z_ptr + image, w_ptr, None, pixel, out, C, H, W, KH, KW, PIXELS, OUT, WIDTH, DEPTH, True, PRECISION
-        )
-        tl.store(grad_x_ptr + places, grad_x, mask=valid)
-        grad = tl.where(valid, twice * tl.load(error_ptr + places, mask=valid, other=0.0) - grad_x / 2, 0.0)
+        grad = twice * tl.load(error_ptr + places, mask=valid, other=0.0)
+        if grad_x_ptr is not None:
+            grad_x = convolved(
+                grad_z_ptr + image, w_ptr, None, pixel, out, C, H, W, KH, KW, PIXELS, OUT, WIDTH, DEPTH, True, PRECISION
+            )
+            tl.store(grad_x_ptr + places, grad_x, mask=valid)
+            if INVERSE_LIKELIHOOD:
+                grad = tl.where(valid, grad - grad_x / 2, 0.0)
         correlate(z_ptr + image, grad, partial + W_NUMEL, pixel, out, C, H, W, RH, RW, WIDTH, DEPTH, PRECISION)
 
 
@@ -182,7 +197,7 @@ def _flip_times_count(
 
 @triton.jit
 def _selfnorm_conv_finish(
-    partial_ptr, w_ptr, r_ptr, grad_log_det_ptr, grad_w_ptr, grad_r_ptr, grad_b_ptr, n, rows,
+    partial_ptr, w_ptr, r_ptr, grad_log_det_ptr, grad_w_ptr, grad_r_ptr, grad_b_ptr, n, rows, INVERSE_LIKELIHOOD: tl.constexpr,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, RH: tl.constexpr, RW: tl.constexpr,
     ROWS: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -191,11 +206,16 @@ def _selfnorm_conv_finish(
     R_NUMEL: tl.constexpr = C * C * RH * RW
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = column_sums(partial_ptr, column, W_NUMEL + R_NUMEL + C, rows, ROWS, STEPS, COLUMNS)
-    half = vector_sum(grad_log_det_ptr, n, 1, ROWS, STEPS) / 2
+    share = vector_sum(grad_log_det_ptr, n, 1, ROWS, STEPS)
+    if INVERSE_LIKELIHOOD:
+        share /= 2
     of_w = column < W_NUMEL
-    tl.store(grad_w_ptr + column, total + half * _flip_times_count(r_ptr, column, of_w, C, H, W, KH, KW, RH, RW), mask=of_w)
+    tl.store(grad_w_ptr + column, total + share * _flip_times_count(r_ptr, column, of_w, C, H, W, KH, KW, RH, RW), mask=of_w)
     at = column - W_NUMEL
     of_r = (at >= 0) & (at < R_NUMEL)
-    tl.store(grad_r_ptr + at, total - half * _flip_times_count(w_ptr, at, of_r, C, H, W, RH, RW, KH, KW), mask=of_r)
+    of_likelihood = 0.0
+    if INVERSE_LIKELIHOOD:
+        of_likelihood = share * _flip_times_count(w_ptr, at, of_r, C, H, W, RH, RW, KH, KW)
+    tl.store(grad_r_ptr + at, total - of_likelihood, mask=of_r)
     at = at - R_NUMEL
     tl.store(grad_b_ptr + at, total, mask=(at >= 0) & (at < C))

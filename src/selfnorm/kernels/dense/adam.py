@@ -2,7 +2,7 @@
 
 No gradient goes through memory:
 
-    adam_pair    ∂W = towards_wᵀ x + s·Rᵀ,  ∂R = towards_rᵀ z − s·Wᵀ       a self-normalizing layer
+    adam_pair    ∂W = towards_wᵀ x + s·Rᵀ,  ∂R = towards_rᵀ z − s·Wᵀ       a self-normalizing layer; one-sided, ∂R = towards_rᵀ z
     adam_single  ∂W = aᵀ b + s·M, or s·Mᵀ                                  M = W by the relative gradient, Mᵀ = Rᵀ if R is tracked
 
 with s = factor·Σ scale, scale the gradients (N,) that arrived at the log-determinant. Then, for the t-th step and each element,
@@ -36,6 +36,7 @@ from selfnorm.kernels.dense.gradient import (
 from selfnorm.kernels.dispatch import input_precision
 from selfnorm.kernels.matrix_tiles import ProductTiles, matrix_tile, tile_offsets
 from selfnorm.kernels.vectors import sum_blocks, vector_sum
+from selfnorm.linalg.learned import likelihood_shares
 from selfnorm.runtime.collector import AdamArguments, Moments
 
 # Up to this many gradients, with this many numbers in all, one program checks as fast as many would.
@@ -52,16 +53,20 @@ def adam_pair(
     towards_r: Tensor,
     z: Tensor,
     scale: Tensor,
-    factor: float,
+    inverse_likelihood: bool,
     adam: AdamArguments,
     *,
     by: ProductTiles | None = None,
 ) -> None:
-    """Updates W and R (D, D), contiguous, in place. The factors are (N, D), scale (N,) or a scalar."""
+    """Updates W and R (D, D), contiguous, in place. The factors are (N, D), scale (N,) or a scalar.
+
+    inverse_likelihood:  whether R takes half of the likelihood's gradient, or W all of it.
+    """
+    of_w, of_r = likelihood_shares(inverse_likelihood)
     examples, features = x.shape
     if examples > MAX_FACTORED_EXAMPLES and by is None:
-        grad_w = gradient_from_factors(towards_w, x, R, True, scale, factor)
-        grad_r = gradient_from_factors(towards_r, z, W, True, scale, -factor)
+        grad_w = gradient_from_factors(towards_w, x, R, True, scale, of_w)
+        grad_r = gradient_from_factors(towards_r, z, W, True, scale, -of_r) if of_r else towards_r.mT @ z
         for matrix, state, grad in ((W, states[0], grad_w), (R, states[1], grad_r)):
             adam_dense(matrix, state, grad, adam)
         return
@@ -70,8 +75,8 @@ def adam_pair(
     scale = scale.reshape(-1)
     _pair_kernel[(triton.cdiv(features, by.columns), triton.cdiv(features, by.rows))](
         W, *states[0], R, *states[1], towards_w.contiguous(), x.contiguous(), towards_r.contiguous(), z.contiguous(),
-        scale, factor, adam.rate, adam.frozen, adam.late_failure, examples, features, scale.numel(), scale.stride(0),
-        *_constants(adam), by.rows, by.columns, by.depth, triton.cdiv(examples, by.depth), *sum_blocks(scale.numel()),
+        scale, of_w, adam.rate, adam.frozen, adam.late_failure, examples, features, scale.numel(), scale.stride(0),
+        inverse_likelihood, *_constants(adam), by.rows, by.columns, by.depth, triton.cdiv(examples, by.depth), *sum_blocks(scale.numel()),
         input_precision(), num_warps=by.warps, num_stages=by.stages,
     )  # fmt: skip
 
@@ -206,24 +211,29 @@ def _step(
 @triton.jit
 def _pair_kernel(
     W, W_average, W_square, W_step, R, R_average, R_square, R_step, towards_w, x, towards_r, z, scale, factor, rate, frozen,
-    late_failure, examples, features, count, stride, BETA1: tl.constexpr, BETA2: tl.constexpr, LOG1: tl.constexpr,
-    LOG2: tl.constexpr, EPSILON: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    STEPS: tl.constexpr, SUMS: tl.constexpr, ROUNDS: tl.constexpr, PRECISION: tl.constexpr,
+    late_failure, examples, features, count, stride, INVERSE_LIKELIHOOD: tl.constexpr, BETA1: tl.constexpr, BETA2: tl.constexpr,
+    LOG1: tl.constexpr, LOG2: tl.constexpr, EPSILON: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, STEPS: tl.constexpr, SUMS: tl.constexpr, ROUNDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     rows, columns, at, inside = matrix_tile(features, features, ROWS, COLUMNS)
     across, valid = tile_offsets(columns, rows, features, features)
     gradient_w = factor_product(towards_w, x, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
-    # R's as ∂Rᵀ = zᵀ towards_r − s·W, whose tile has the shape of W's.
-    gradient_r = factor_product(z, towards_r, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
-    half = factor * vector_sum(scale, count, stride, SUMS, ROUNDS)
+    if INVERSE_LIKELIHOOD:  # as ∂Rᵀ = zᵀ towards_r − s·W, whose tile has the shape of W's
+        gradient_r = factor_product(z, towards_r, rows, columns, examples, features, ROWS, COLUMNS, DEPTH, STEPS, PRECISION)
+    else:
+        gradient_r = factor_product(towards_r, z, columns, rows, examples, features, COLUMNS, ROWS, DEPTH, STEPS, PRECISION)
+    share = factor * vector_sum(scale, count, stride, SUMS, ROUNDS)
     value_r = tl.load(R + across, mask=valid, other=0.0)
     value_w = tl.load(W + at, mask=inside, other=0.0)
     m_w = tl.load(W_average + at, mask=inside, other=0.0)
     v_w = tl.load(W_square + at, mask=inside, other=0.0)
     m_r = tl.load(R_average + across, mask=valid, other=0.0)
     v_r = tl.load(R_square + across, mask=valid, other=0.0)
-    gradient_w = with_free_layout(gradient_w) + half * tl.trans(value_r)
-    gradient_r = tl.trans(with_free_layout(gradient_r) - half * value_w)
+    gradient_w = with_free_layout(gradient_w) + share * tl.trans(value_r)
+    if INVERSE_LIKELIHOOD:
+        gradient_r = tl.trans(with_free_layout(gradient_r) - share * value_w)
+    else:
+        gradient_r = with_free_layout(gradient_r)
     size, root = _corrections(W_step, rate, LOG1, LOG2)
     _step(
         W, W_average, W_square, at, inside, value_w, m_w, v_w, gradient_w, size, root, frozen, late_failure,

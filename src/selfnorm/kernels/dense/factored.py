@@ -14,12 +14,17 @@ from torch import Tensor, nn
 
 from selfnorm.kernels.dispatch import usable
 from selfnorm.linalg.iterations import transposed
+from selfnorm.linalg.learned import likelihood_shares
 from selfnorm.runtime.collector import AdamArguments, FactoredGradient, GradientCollector, Moments
 
 
 @dataclass(frozen=True)
 class PairGradient:
-    """∂W = towards_wᵀ x + ½Σscale·Rᵀ and ∂R = towards_rᵀ z − ½Σscale·Wᵀ: the gradients of a self-normalizing layer."""
+    """The gradients of a self-normalizing layer, with `inverse_likelihood` and without:
+
+        ∂W = towards_wᵀ x + ½Σscale·Rᵀ,  ∂R = towards_rᵀ z − ½Σscale·Wᵀ
+        ∂W = towards_wᵀ x + Σscale·Rᵀ,   ∂R = towards_rᵀ z
+    """
 
     W: nn.Parameter
     R: nn.Parameter
@@ -28,6 +33,7 @@ class PairGradient:
     towards_r: Tensor
     z: Tensor
     scale: Tensor
+    inverse_likelihood: bool
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -39,16 +45,17 @@ class PairGradient:
 
     @torch.no_grad()
     def multiplied(self) -> list[Tensor]:
-        return [
-            _multiplied(self.towards_w, self.x, self.R, True, self.scale, 0.5),
-            _multiplied(self.towards_r, self.z, self.W, True, self.scale, -0.5),
-        ]
+        of_w, of_r = likelihood_shares(self.inverse_likelihood)
+        grad_w = _multiplied(self.towards_w, self.x, self.R, True, self.scale, of_w)
+        if not of_r:
+            return [grad_w, self.towards_r.mT @ self.z]
+        return [grad_w, _multiplied(self.towards_r, self.z, self.W, True, self.scale, -of_r)]
 
     def update_by_kernel(self, moments: Sequence[Moments], adam: AdamArguments) -> None:
         """Takes one step of Adam for W and R, in place, by one kernel that multiplies the factors itself."""
         from selfnorm.kernels.dense.adam import adam_pair
 
-        adam_pair(self.W, self.R, (moments[0], moments[1]), *self.factors, 0.5, adam)
+        adam_pair(self.W, self.R, (moments[0], moments[1]), *self.factors, self.inverse_likelihood, adam)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
     reconstruct  error = zRᵀ − x, squares = Σ_d error²                             one, and a tiny one for the sums
     pull_back    grad_x = grad_z W, towards_w = grad_z/2 + grad_error R,
                  towards_r = grad_error − grad_x/2, grad_b = Σ_n grad_z            one
+                 one-sided: towards_w = grad_z + grad_error R, towards_r = grad_error
     times        aA, and bB in the same launch                                     one
 
 x, z, error, grad_z (N, D), W, R (D, D), b (D,), grad_reconstruction (N, 1), grad_error = 2·grad_reconstruction·error; float32.
@@ -27,6 +28,7 @@ from torch import Tensor
 from selfnorm.kernels.dispatch import input_precision
 from selfnorm.kernels.matrix_tiles import matrix_tile
 from selfnorm.kernels.numerics import correct_truncation
+from selfnorm.linalg.learned import likelihood_shares
 
 WHOLE, PART, REST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # which part of a product a launch computes
 
@@ -95,22 +97,33 @@ def pull_back(
     error: Tensor,
     grad_reconstruction: Tensor,
     bias: bool = False,
+    inverse_likelihood: bool = True,
+    input_gradient: bool = True,
     *,
     by: SplitTiles | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Returns grad_x, towards_w and towards_r (N, D), and grad_b (D,) if there is a bias."""
-    by = by or split_tiles(grad_z.shape[0], grad_z.shape[1], products=2)
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+    """Returns grad_x, towards_w and towards_r (N, D), and grad_b (D,) if there is a bias.
+
+    inverse_likelihood:  whether R takes half of the likelihood's gradient, or W all of it.
+    input_gradient:      whether grad_x is wanted. Without it, and one-sided, its product is left out and None is returned.
+    """
+    of_w, of_r = likelihood_shares(inverse_likelihood)
+    products = 2 if inverse_likelihood or input_gradient else 1
+    by = by or split_tiles(grad_z.shape[0], grad_z.shape[1], products)
     if by is None:
         grad_error = 2 * grad_reconstruction * error
-        grad_x = grad_z @ W
-        towards_w = torch.addmm(grad_z, grad_error, R, beta=0.5)
-        return grad_x, towards_w, torch.add(grad_error, grad_x, alpha=-0.5), grad_z.sum(0) if bias else None
+        grad_x = grad_z @ W if products == 2 else None
+        towards_w = torch.addmm(grad_z, grad_error, R, beta=of_w)
+        towards_r = grad_error if grad_x is None or not of_r else torch.add(grad_error, grad_x, alpha=-of_r)
+        return grad_x, towards_w, towards_r, grad_z.sum(0) if bias else None
     grad_z, W, R, error = grad_z.contiguous(), W.contiguous(), R.contiguous(), error.contiguous()
-    grad_x, towards_w, towards_r = (torch.empty_like(grad_z) for _ in range(3))
+    grad_x = torch.empty_like(grad_z) if products == 2 else None
+    towards_w, towards_r = torch.empty_like(grad_z), torch.empty_like(grad_z)
     grad_b = grad_z.new_empty(grad_z.shape[1]) if bias else None
     tensors = (grad_z, W, R, error, grad_reconstruction, grad_x, towards_w, towards_r, grad_z if grad_b is None else grad_b)
     batches = triton.cdiv(grad_z.shape[0], by.rows) if bias else 0
-    _launch(_pull_back_kernel, 2, by, grad_z, (*tensors, grad_reconstruction.stride(0)), batches)
+    strides = (grad_reconstruction.stride(0),)
+    _launch(_pull_back_kernel, products, by, grad_z, (*tensors, *strides), inverse_likelihood, batches)
     return grad_x, towards_w, towards_r, grad_b
 
 
@@ -231,31 +244,26 @@ def _sum_kernel(values, sums, count, BLOCK: tl.constexpr):
 @triton.jit
 def _pull_back_kernel(
     grad_z, W, R, error, grad_reconstruction, grad_x, towards_w, towards_r, grad_b, stride, partial, examples, features,
-    BATCHES: tl.constexpr, STAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    STEPS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    INVERSE_LIKELIHOOD: tl.constexpr, BATCHES: tl.constexpr, STAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Product 0 is error R, product 1 grad_z W; the latter is left out if grad_x is None."""
     rows, columns, at, inside = matrix_tile(examples, features, ROWS, COLUMNS)
     which = tl.program_id(2) // SPLIT if STAGE == PART else tl.program_id(2)
     if which == 0:
-        product = _tile_of_product(
-            grad_z, W, partial, 0, rows, columns, at, inside, examples, features, False,
-            STAGE, ROWS, COLUMNS, DEPTH, STEPS, SPLIT, PRECISION,
-        )  # fmt: skip
-        if STAGE != PART:
-            weights = 2 * tl.load(grad_reconstruction + rows.to(tl.int64) * stride, mask=rows < examples, other=0.0)
-            off = tl.load(error + at, mask=inside, other=0.0)
-            tl.store(grad_x + at, product, mask=inside)
-            tl.store(towards_r + at, weights[:, None] * off - 0.5 * product, mask=inside)
-    else:
         # A row's weight multiplies the whole row, so it can be applied after the product.
         product = _tile_of_product(
-            error, R, partial, 1, rows, columns, at, inside, examples, features, False,
+            error, R, partial, 0, rows, columns, at, inside, examples, features, False,
             STAGE, ROWS, COLUMNS, DEPTH, STEPS, SPLIT, PRECISION,
         )  # fmt: skip
         if STAGE != PART:
             weights = 2 * tl.load(grad_reconstruction + rows.to(tl.int64) * stride, mask=rows < examples, other=0.0)
             above = tl.load(grad_z + at, mask=inside, other=0.0)
-            tl.store(towards_w + at, 0.5 * above + weights[:, None] * product, mask=inside)
+            if INVERSE_LIKELIHOOD:
+                tl.store(towards_w + at, 0.5 * above + weights[:, None] * product, mask=inside)
+            else:
+                tl.store(towards_w + at, above + weights[:, None] * product, mask=inside)
+                tl.store(towards_r + at, weights[:, None] * tl.load(error + at, mask=inside, other=0.0), mask=inside)
             if BATCHES > 0:
                 if tl.program_id(1) == 0:
                     total = tl.sum(above, axis=0)
@@ -265,6 +273,18 @@ def _pull_back_kernel(
                         places = grad_z + more[:, None].to(tl.int64) * features + columns[None, :]
                         total += tl.sum(tl.load(places, mask=valid, other=0.0), axis=0)
                     tl.store(grad_b + columns, total, mask=columns < features)
+    if grad_x is not None:
+        if which == 1:
+            product = _tile_of_product(
+                grad_z, W, partial, 1, rows, columns, at, inside, examples, features, False,
+                STAGE, ROWS, COLUMNS, DEPTH, STEPS, SPLIT, PRECISION,
+            )  # fmt: skip
+            if STAGE != PART:
+                tl.store(grad_x + at, product, mask=inside)
+                if INVERSE_LIKELIHOOD:
+                    weights = 2 * tl.load(grad_reconstruction + rows.to(tl.int64) * stride, mask=rows < examples, other=0.0)
+                    off = tl.load(error + at, mask=inside, other=0.0)
+                    tl.store(towards_r + at, weights[:, None] * off - 0.5 * product, mask=inside)
 
 
 @triton.jit

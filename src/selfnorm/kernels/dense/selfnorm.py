@@ -16,28 +16,34 @@ from selfnorm.runtime.context import StepContext
 class FusedSelfNormLinear(torch.autograd.Function):
     """x (N, D), W, R (D, D), b (D,) or None -> Wx + b, zeros (N,), ‖RWx − x‖² (N, 1): 4 products in 3 launches.
 
-    The other 2 products, the weights' gradients, go to the step's collector as factors, if it has one.
+    The other 2 products, the weights' gradients, go to the step's collector as factors, if it has one. One-sided, one product less
+    if the input needs no gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, W: Tensor, R: Tensor, b: Tensor | None, step: StepContext) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, W: Tensor, R: Tensor, b: Tensor | None, inverse_likelihood: bool, step: StepContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
         log_det = x.new_empty(x.shape[0])
         z, out = affine(x, W, b, zeros=log_det)
         with step.on_side_stream(z, x):  # the next layer needs only `out`
             error, squares = reconstruct(z, R, x)
         ctx.save_for_backward(x, z, error, W, R)
         ctx.collector, ctx.weights, ctx.has_bias = step.collector_for(W, R), (W, R), b is not None
+        ctx.inverse_likelihood = inverse_likelihood
         return out, log_det, squares
 
     @staticmethod
     @backward_in_full_precision
     def backward(
         ctx: Any, grad_z: Tensor, grad_log_det: Tensor, grad_reconstruction: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None, None]:
         refuse_second_derivative()
         x, z, error, W, R = ctx.saved_tensors
-        grad_x, towards_w, towards_r, grad_b = pull_back(grad_z, W, R, error, grad_reconstruction, ctx.has_bias)
+        grad_x, towards_w, towards_r, grad_b = pull_back(
+            grad_z, W, R, error, grad_reconstruction, ctx.has_bias, ctx.inverse_likelihood, ctx.needs_input_grad[0]
+        )
         W, R = ctx.weights  # the parameters themselves
-        gradient = PairGradient(W, R, towards_w, x, towards_r, z, grad_log_det)
+        gradient = PairGradient(W, R, towards_w, x, towards_r, z, grad_log_det, ctx.inverse_likelihood)
         grad_W, grad_R = collected_or_multiplied(gradient, ctx.collector if all(ctx.needs_input_grad[1:3]) else None)
-        return grad_x, grad_W, grad_R, grad_b, None
+        return grad_x, grad_W, grad_R, grad_b, None, None
