@@ -19,9 +19,13 @@ def test_train_takes_a_path_or_a_key(key, tmp_path):
 
 
 def test_settings_without_effect_are_named(tmp_path):
-    result = invoke("train", "digits-fc-lu", *SHORT, "--set", "probes=2", "--set", "polish=low-rank", "--run", tmp_path / "run")
+    result = invoke(
+        "train", "digits-fc-lu", *SHORT, "--set", "probes=2", "--set", "inverse_likelihood=true", "--run", tmp_path / "run"
+    )
     assert result.exit_code == 0, result.output
-    assert "selfnorm: probes, polish will have no effect: no layer of digits-fc-lu learns its inverse\n" in result.stderr
+    assert (
+        "selfnorm: probes, inverse_likelihood will have no effect: no layer of digits-fc-lu learns its inverse\n" in result.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,5 +50,5 @@ def test_recipes_are_shown_in_groups_and_printed_flat():
     groups = re.findall(r"^\[(.*)\]$", ok("recipes", "mnist-glow-snf"), re.MULTILINE)
     assert groups == ["data", "architecture", "objective", "optimiser", "evaluation"]
     flat = json.loads(ok("recipes", "mnist-glow-snf", "--json"))
-    assert (len(flat), flat["data"], flat["weight"], flat["steps"], flat["eval_batch_size"]) == (48, "mnist", 100.0, 16, 500)
+    assert (len(flat), flat["data"], flat["weight"], flat["steps"], flat["eval_batch_size"]) == (44, "mnist", 100.0, 16, 500)
     assert all(len(json.loads(line)) == 48 for line in ok("recipes", "--json").splitlines())

@@ -19,13 +19,13 @@ def test_nothing_happens_without_branches():
 
 def test_a_step_context_is_current_in_its_block_and_restored_after_an_error():
     outside = current_step()
-    with pytest.raises(KeyError), step_context(symmetric=True) as outer:
-        assert current_step() is outer and outer.symmetric
+    with pytest.raises(KeyError), step_context(inverse_likelihood=True) as outer:
+        assert current_step() is outer and outer.inverse_likelihood
         with step_context(kernel_devices=()) as inner:
-            assert current_step() is inner and inner.symmetric and inner.kernel_devices == ()
+            assert current_step() is inner and inner.inverse_likelihood and inner.kernel_devices == ()
         assert current_step() is outer
         raise KeyError
-    assert current_step() == outside and not outside.symmetric
+    assert current_step() == outside and not outside.inverse_likelihood
 
 
 def test_a_thread_has_its_own_step_but_shares_precision_and_kernels():
@@ -40,14 +40,14 @@ def test_a_thread_has_its_own_step_but_shares_precision_and_kernels():
         seen.append(current_step())
 
     thread = threading.Thread(target=other)
-    with step_context(symmetric=True, kernel_devices=("cpu",)) as mine:
+    with step_context(inverse_likelihood=True, kernel_devices=("cpu",)) as mine:
         thread.start()
         inside.wait()
         assert current_step() is mine and current_step().collector is None
-    assert not current_step().symmetric and current_step().precision == "bf16"  # which holds for the process
+    assert not current_step().inverse_likelihood and current_step().precision == "bf16"  # which holds for the process
     leave.set()
     thread.join()
-    assert [(step.symmetric, step.collector, step.kernel_devices) for step in seen] == [
+    assert [(step.inverse_likelihood, step.collector, step.kernel_devices) for step in seen] == [
         (None, None, ("cpu",)),
         (None, None, ("cuda",)),
     ]

@@ -33,6 +33,7 @@ RECIPE = find_recipe("digits-conv-snf").changed(
     reconstruction_weight=1000.0,
     inverse_kernel_size=5,
     probes=2,
+    inverse_likelihood=True,
     threads=1,
 )
 

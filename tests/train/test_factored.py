@@ -10,7 +10,6 @@ from selfnorm.kernels.dense.factored import PairGradient, SingleGradient
 from selfnorm.kernels.dispatch import used_on
 from selfnorm.runtime.collector import AdamArguments, GradientCollector, add_to_grad, collected_gradients
 from selfnorm.runtime.collector import Moments as AdamMoments
-from selfnorm.runtime.context import step_context
 from selfnorm.train.adam import update_from_factors
 
 BETAS, EPS = (0.9, 0.999), 1e-8
@@ -214,13 +213,6 @@ def test_a_frozen_weight_has_no_record(device, kernels, frozen):
         loss_of(layer, x).backward()
     assert collected.take() == [] and getattr(layer, frozen).grad is None
     assert getattr(layer, "weight_inv" if frozen == "weight" else "weight").grad is not None
-
-
-def test_the_symmetric_reconstruction_keeps_ordinary_gradients(device, kernels):
-    layer, (x,) = made(SelfNormLinear, device), batches(device, number=1)
-    with step_context(symmetric=True), collected_gradients() as collected:
-        loss_of(layer, x).backward()
-    assert collected.take() == [] and layer.weight.grad is not None
 
 
 def test_a_chain_leaves_a_record_for_each_layer(device, kernels):

@@ -71,7 +71,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not():
         (),
         ("penalty=geco", "weight=100"),
         ("penalty=mdmm", "weight=100", "probes=3"),
-        ("polish=low-rank", "polish_every=5", "debias=2", "symmetric=true"),
+        ("probes=2", "inverse_likelihood=true"),
         ("kind=tracked",),
         ("kind=sketch", "learning_rate=1e-4"),
     ],

@@ -101,11 +101,6 @@ FLAT = {
     "weight_rate": ("objective.multiplier_rate", 0.5),
     "damping": ("objective.damping", 2.0),
     "probes": ("objective.probes", 3),
-    "symmetric": ("objective.symmetric", True),
-    "polish": ("objective.polish", "tap-mean"),
-    "polish_every": ("objective.polish_every", 11),
-    "debias": ("objective.debias", 5),
-    "debias_keep": ("objective.debias_keep", 0.125),
     "epochs": ("optimiser.epochs", 13),
     "batch_size": ("optimiser.batch_size", 17),
     "learning_rate": ("optimiser.learning_rate", 0.0625),
@@ -141,7 +136,9 @@ batch_size = 17
 """
 
 # Settings added since then: the same.
-ADDED = {}
+ADDED = {"inverse_likelihood": ("objective.inverse_likelihood", True)}
+# What a file means that does not name them.
+EARLIER = {"inverse_likelihood": True}
 
 KNOWN = FLAT | ADDED
 
@@ -152,8 +149,8 @@ def other_values():
 
 
 def test_every_earlier_key_is_known():
-    """There were 48 of them, in this order; `selfnorm recipes NAME --json` prints them still."""
-    assert [key for key in Recipe("mine").flat() if key not in ADDED] == ["name", *FLAT] and len(FLAT) == 47
+    """There were 48 of them, in this order, five of which are gone; `selfnorm recipes NAME --json` prints them still."""
+    assert [key for key in Recipe("mine").flat() if key not in ADDED] == ["name", *FLAT] and len(FLAT) == 42
 
 
 def test_every_setting_is_known():
@@ -174,7 +171,8 @@ def test_paths_and_earlier_keys_mean_the_same(key):
     )
     assert flat == dotted == changed == default.changed(**{path: value}) != default
     assert flat.by_path() == {**default.by_path(), path: value}
-    assert from_mapping({"name": "mine", key: value}, "here") == flat == from_toml(to_toml(flat), "here")
+    assert from_mapping({"name": "mine", "inverse_likelihood": False} | {key: value}, "here") == flat
+    assert from_toml(to_toml(flat), "here") == flat
 
 
 @pytest.mark.parametrize("name", ["source", "folder", "steps_per_block", "reconstruction_weight", "multiplier_rate"])
@@ -199,7 +197,7 @@ def test_toml_has_a_table_for_each_group():
 def test_a_file_of_an_earlier_version_is_read():
     recipe = from_toml(EARLIER_TOML, "here")
     expected = {"levels": 16, "model": "glow", "kind": "tracked", "steps": 4, "penalty": "geco", "weight": 1000.0}
-    assert recipe == Recipe("mine", "table 9").changed(**expected, eval_batch_size=37, batch_size=17)
+    assert recipe == Recipe("mine", "table 9").changed(**expected, **EARLIER, eval_batch_size=37, batch_size=17)
     assert isinstance(recipe.objective.reconstruction_weight, float)
     assert from_toml(to_toml(recipe), "here") == recipe
 
@@ -208,6 +206,16 @@ def test_a_mapping_of_an_earlier_version_is_read():
     flat = other_values().flat()
     assert from_mapping(flat, "here") == other_values()
     assert from_mapping({**flat, "clip": None, "threads": None}, "here") == other_values().changed(clip=None, threads=None)
+
+
+def test_settings_that_are_gone_are_told_only_if_they_were_on(recwarn):
+    off = {"symmetric": False, "polish_every": 100, "debias": 0, "debias_keep": 0.5}
+    assert from_mapping({"name": "mine"} | off, "here") == Recipe("mine").changed(**EARLIER)
+    assert from_mapping({"name": "mine", "objective": off}, "here") == Recipe("mine").changed(**EARLIER)
+    assert not recwarn.list
+    for setting in ({"symmetric": True}, {"polish": "low-rank"}, {"debias": 4}):
+        with pytest.warns(UserWarning, match="here: .* has no effect any more"):
+            assert from_mapping({"name": "mine"} | setting, "here") == Recipe("mine").changed(**EARLIER)
 
 
 @pytest.mark.parametrize(

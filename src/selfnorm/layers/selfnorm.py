@@ -58,11 +58,8 @@ class _SelfNormalizing(StoredInverse):
     """Training of W and R together, for any shape. Abstract."""
 
     surrogate_is_exact = False
-    # Whether the reconstruction error is the mean of ‖RWx − x‖² and ‖WRz − z‖² instead of the former alone. A loss chooses
-    # through the step context. It is remembered for calls without a loss around them, such as those that activation checkpointing
-    # repeats.
-    symmetric = False
-    # Whether R takes half of the likelihood's gradient, as in the paper. Chosen and remembered in the same way.
+    # Whether R takes half of the likelihood's gradient, as in the paper. A loss chooses through the step context. Its choice is
+    # remembered for calls without a loss around them, such as those that activation checkpointing repeats.
     inverse_likelihood = True
 
     @property
@@ -71,17 +68,7 @@ class _SelfNormalizing(StoredInverse):
 
     def _plain(self, x: Tensor) -> Surrogate:
         z, log_det, reconstruction = self.self_normalize(x)
-        if self._chosen_symmetric():
-            target = z.detach()
-            error = self.apply_weight(self.apply_inverse(target)) - target
-            reconstruction = (reconstruction + error.square().flatten(1).sum(1, keepdim=True)) / 2
         return Surrogate(z + self.broadcast_bias(), log_det, reconstruction)
-
-    def _chosen_symmetric(self) -> bool:
-        chosen = current_step().symmetric
-        if chosen is not None:
-            self.symmetric = chosen
-        return self.symmetric
 
     def _chosen_inverse_likelihood(self) -> bool:
         chosen = current_step().inverse_likelihood
@@ -91,10 +78,6 @@ class _SelfNormalizing(StoredInverse):
 
     def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns Wx, zeros (N,) that carry the log-determinant's gradient, and ‖RWx − x‖² (N, 1)."""
-        raise NotImplementedError
-
-    def matrices(self) -> tuple[Tensor, Tensor] | None:
-        """Returns W and R as matrices (groups, m, m), or None if R is a convolution of several taps, which no matrix inverts."""
         raise NotImplementedError
 
 
@@ -115,12 +98,15 @@ class SelfNormLinear(_SelfNormalizing, DenseMap):
         self.weight_inv = nn.Parameter(transposed(self.weight.detach()))
 
     def _fused(self, x: Tensor) -> Surrogate | None:
-        step = current_step()
-        if self._chosen_symmetric() or not usable(x, self.weight, self.weight_inv, self.bias):
+        if not usable(x, self.weight, self.weight_inv, self.bias):
             return None
         from selfnorm.kernels.dense.selfnorm import FusedSelfNormLinear
 
-        return Surrogate(*FusedSelfNormLinear.apply(x, self.weight, self.weight_inv, self.bias, self._chosen_inverse_likelihood(), step))
+        return Surrogate(
+            *FusedSelfNormLinear.apply(
+                x, self.weight, self.weight_inv, self.bias, self._chosen_inverse_likelihood(), current_step()
+            )
+        )
 
     def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return _SelfNormLinear.apply(x, self.weight, self.weight_inv, self._chosen_inverse_likelihood())
@@ -130,9 +116,6 @@ class SelfNormLinear(_SelfNormalizing, DenseMap):
 
     def inverse_of(self, weight: Tensor) -> Tensor:
         return invert(describe(self), weight, Dense())
-
-    def matrices(self) -> tuple[Tensor, Tensor]:
-        return self.weight[None], self.weight_inv[None]
 
 
 class SelfNormConv2d(_SelfNormalizing, ConvMap):
@@ -177,13 +160,14 @@ class SelfNormConv2d(_SelfNormalizing, ConvMap):
         self.check_fit("inverse_kernel_size", self.inverse_kernel_size, x)
 
     def _fused(self, x: Tensor) -> Surrogate | None:
-        if self._chosen_symmetric() or self.geometry != Geometry():
-            return None
-        if not usable(x, self.weight, self.weight_inv, self.bias) or not small_images(x, self.weight, self.weight_inv):
+        fits = self.geometry == Geometry() and small_images(x, self.weight, self.weight_inv)
+        if not fits or not usable(x, self.weight, self.weight_inv, self.bias):
             return None
         from selfnorm.kernels.conv.selfnorm import FusedSelfNormConv2d
 
-        return Surrogate(*FusedSelfNormConv2d.apply(x, self.weight, self.weight_inv, self.bias, self._chosen_inverse_likelihood()))
+        return Surrogate(
+            *FusedSelfNormConv2d.apply(x, self.weight, self.weight_inv, self.bias, self._chosen_inverse_likelihood())
+        )
 
     def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return _SelfNormConv2d.apply(x, self.weight, self.weight_inv, self.geometry, self._chosen_inverse_likelihood())
@@ -197,12 +181,6 @@ class SelfNormConv2d(_SelfNormalizing, ConvMap):
             blocks = invert(describe(self), weight, PerPixel((self.channels, 1, 1), groups))
             return resize_kernel(blocks.flatten(0, 1)[:, :, None, None], self.inverse_kernel_size)
         return least_squares_inverse(weight, self.inverse_kernel_size, groups)
-
-    def matrices(self) -> tuple[Tensor, Tensor] | None:
-        if self.kernel_size != (1, 1) or self.inverse_kernel_size != (1, 1):
-            return None
-        form = PerPixel((self.channels, 1, 1), self.geometry.groups)
-        return form.blocks(self.weight), form.blocks(self.weight_inv)
 
 
 class _SelfNormLinear(torch.autograd.Function):

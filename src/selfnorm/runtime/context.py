@@ -39,9 +39,8 @@ class StepContext:
     branches:        streams for work that nothing waits for yet; None keeps everything on the current stream.
     collector:       where fused layers leave their weight gradients as factors; None makes them ordinary gradients.
     precision:       of products, as set by `runtime.precision.precision`; None leaves torch's own settings.
-    symmetric:       whether self-normalizing layers also reconstruct z from Rz, and take the mean; None means that the
-                     layer keeps the value that it last got from a loss.
-    inverse_likelihood:  whether a learned inverse takes half of the likelihood's gradient, as in the paper; None as above.
+    inverse_likelihood:  whether learned inverses take half of the likelihood's gradient, as in the paper; None means that a layer
+                     keeps the value that it last got from a loss.
     observer:        called in place of each layer's `surrogate`, with the layer and its arguments; used for profiling.
     kernel_devices:  the device types on which Triton kernels replace plain PyTorch.
     """
@@ -49,7 +48,6 @@ class StepContext:
     branches: Branches | None = None
     collector: GradientCollector | None = None
     precision: Precision | None = None
-    symmetric: bool | None = None
     inverse_likelihood: bool | None = None
     observer: Callable[..., Any] | None = None
     kernel_devices: tuple[str, ...] = ("cuda",)

@@ -71,11 +71,6 @@ def build_loss(recipe: Recipe, flow: Flow) -> Loss:
             penalty,
             chosen.probes,
             inverse_likelihood=chosen.inverse_likelihood,
-            symmetric=chosen.symmetric,
-            polish=chosen.polish,
-            polish_every=chosen.polish_every,
-            debias=chosen.debias,
-            debias_keep=chosen.debias_keep,
         )
 
 

@@ -34,9 +34,9 @@ MAX_MODULES_PER_GRAPH = 2000
 
 
 def can_be_captured(loss: Loss, batches: TrainingBatches) -> bool:
-    """Returns whether the steps can run as graphs: on a GPU, in float32, and without anything that the host has to decide."""
+    """Returns whether the steps can run as graphs: on a GPU and in float32."""
     single = all(parameter.dtype == torch.float32 for parameter in loss.parameters())
-    return batches.examples.device.type == "cuda" and single and loss.polish is None and not loss.debias
+    return batches.examples.device.type == "cuda" and single
 
 
 class CapturedStep:

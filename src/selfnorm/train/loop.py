@@ -15,7 +15,6 @@ from selfnorm.data.batches import Examples, TrainingBatches
 from selfnorm.data.dataset import Dataset, fingerprint
 from selfnorm.evaluate.likelihood import Likelihood, likelihood
 from selfnorm.flow import Flow
-from selfnorm.linalg.neumann import InfiniteVarianceError
 from selfnorm.objective import Loss
 from selfnorm.runtime.precision import precision
 from selfnorm.runtime.threads import cpu_threads
@@ -163,7 +162,7 @@ class Trainer:
             try:
                 metrics = self._step(epoch, index, *rates)
             except ValueError as error:  # from `after_step` of a layer or of the loss
-                if progress.step == 0 and not isinstance(error, InfiniteVarianceError):
+                if progress.step == 0:
                     raise  # before any training, so not a divergence
                 self._diverge(f"at epoch {epoch + 1}, step {index + 1}: {error}")
                 continue

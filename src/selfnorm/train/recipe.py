@@ -85,12 +85,7 @@ class ObjectiveSettings:
     multiplier_rate: Positive | None = None  # geco, mdmm: how fast λ moves; by default the penalty's own rate
     damping: NonNegative | None = None  # mdmm: of the quadratic term; by default the penalty's own
     inverse_likelihood: bool = False  # as in the paper: the learned inverse takes half of the likelihood's gradient
-    probes: CountOrZero = 0  # white-noise vectors to reconstruct in addition to the data, per layer and step
-    symmetric: bool = False  # reconstruct z from Rz as well as x from Wx, and take the mean error
-    polish: Literal["newton-schulz", "low-rank", "least-squares", "tap-mean"] | None = None  # improve R by linear algebra
-    polish_every: Count = 100  # optimiser steps
-    debias: CountOrZero = 0  # white-noise vectors that estimate the bias of Rᵀ as a gradient, per layer and step
-    debias_keep: Annotated[float, Range(0, 1, exclusive=True)] = 0.5  # the probability of one more term in that estimate
+    probes: Annotated[int, Range(0, 10_000)] = 0  # white-noise vectors to reconstruct in addition to the data, per layer and step
 
 
 @dataclass(frozen=True)
@@ -181,7 +176,7 @@ class Recipe:
 
     def without_effect(self) -> list[str]:
         """Returns the settings that only act on learned inverses, if they are set but no layer learns its inverse."""
-        settings = ("probes", "symmetric", "polish", "debias")
+        settings = ("probes", "inverse_likelihood")
         learned = self.architecture.kind == "selfnorm"
         return [] if learned else [name for name in settings if getattr(self.objective, name)]
 
@@ -195,6 +190,8 @@ def path_of(key: str) -> str:
     if key not in _PATHS:
         name = key.rpartition(".")[2]  # may be right without its group, as in objective.weight
         hint = f"; did you mean {_PATHS[name]}?" if name in _PATHS else did_you_mean(key, _PATHS)
+        if name in REMOVED:
+            hint = f"; {name} was removed: learned inverses stay accurate without it (inverse_likelihood=false)"
         raise ValueError(f"expected one of {', '.join(SETTINGS)}, got {key!r}{hint}")
     return _PATHS[key]
 
@@ -224,6 +221,8 @@ RENAMED = {
     "objective.multiplier_rate": "weight_rate",
     "evaluation.batch_size": "eval_batch_size",
 }
+# Settings of earlier versions that are gone, with the values that switched them off; None where any value did.
+REMOVED = {"symmetric": (False,), "polish": (None,), "polish_every": None, "debias": (0,), "debias_keep": None}
 FLAT_KEYS = {RENAMED.get(path, path.rpartition(".")[2]): path for path in TYPES}
 # Every accepted key. Where two groups use the same name, as batch_size, the flat key decides which one it means.
 _PATHS = {path.rpartition(".")[2]: path for path in SETTINGS} | FLAT_KEYS | {path: path for path in SETTINGS}

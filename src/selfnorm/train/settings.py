@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import tomllib
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from selfnorm.bijection import located
-from selfnorm.train.recipe import FLAT_KEYS, TYPES, Recipe, path_of
+from selfnorm.train.recipe import FLAT_KEYS, REMOVED, TYPES, Recipe, path_of
 
-
-# Files from before a setting existed, where they do not mean its default: earlier versions trained with the paper's objective.
+# What files mean that lack a setting because they are older, if that is not its default: earlier versions trained with the
+# paper's objective.
 BEFORE = {"objective.inverse_likelihood": True}
 
 
@@ -43,6 +44,10 @@ def from_mapping(values: Mapping[str, Any], where: str) -> Recipe:
     unknown = []
     for key, value in _ungrouped(values):
         path = FLAT_KEYS.get(key, key)
+        if (name := path.removeprefix("objective.")) in REMOVED:
+            if (off := REMOVED[name]) is not None and value not in off:
+                warnings.warn(f"{where}: {name} = {value!r} has no effect any more, also if the run is resumed", stacklevel=2)
+            continue
         if path not in TYPES:
             unknown.append(key)
             continue

@@ -143,7 +143,8 @@ def _selfnorm_conv_forward(
 
 @triton.jit
 def _selfnorm_conv_backward(
-    x_ptr, z_ptr, error_ptr, w_ptr, r_ptr, grad_z_ptr, grad_squares_ptr, grad_x_ptr, partial_ptr, INVERSE_LIKELIHOOD: tl.constexpr,
+    x_ptr, z_ptr, error_ptr, w_ptr, r_ptr, grad_z_ptr, grad_squares_ptr, grad_x_ptr, partial_ptr,
+    INVERSE_LIKELIHOOD: tl.constexpr,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, RH: tl.constexpr, RW: tl.constexpr,
     PIXELS: tl.constexpr, OUT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip

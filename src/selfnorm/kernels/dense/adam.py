@@ -76,8 +76,8 @@ def adam_pair(
     _pair_kernel[(triton.cdiv(features, by.columns), triton.cdiv(features, by.rows))](
         W, *states[0], R, *states[1], towards_w.contiguous(), x.contiguous(), towards_r.contiguous(), z.contiguous(),
         scale, of_w, adam.rate, adam.frozen, adam.late_failure, examples, features, scale.numel(), scale.stride(0),
-        inverse_likelihood, *_constants(adam), by.rows, by.columns, by.depth, triton.cdiv(examples, by.depth), *sum_blocks(scale.numel()),
-        input_precision(), num_warps=by.warps, num_stages=by.stages,
+        inverse_likelihood, *_constants(adam), by.rows, by.columns, by.depth, triton.cdiv(examples, by.depth),
+        *sum_blocks(scale.numel()), input_precision(), num_warps=by.warps, num_stages=by.stages,
     )  # fmt: skip
 
 

@@ -22,8 +22,8 @@ from selfnorm.runtime.collector import AdamArguments, FactoredGradient, Gradient
 class PairGradient:
     """The gradients of a self-normalizing layer, with `inverse_likelihood` and without:
 
-        ∂W = towards_wᵀ x + ½Σscale·Rᵀ,  ∂R = towards_rᵀ z − ½Σscale·Wᵀ
-        ∂W = towards_wᵀ x + Σscale·Rᵀ,   ∂R = towards_rᵀ z
+    ∂W = towards_wᵀ x + ½Σscale·Rᵀ,  ∂R = towards_rᵀ z − ½Σscale·Wᵀ
+    ∂W = towards_wᵀ x + Σscale·Rᵀ,   ∂R = towards_rᵀ z
     """
 
     W: nn.Parameter

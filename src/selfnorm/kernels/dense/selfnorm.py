@@ -16,8 +16,8 @@ from selfnorm.runtime.context import StepContext
 class FusedSelfNormLinear(torch.autograd.Function):
     """x (N, D), W, R (D, D), b (D,) or None -> Wx + b, zeros (N,), ‖RWx − x‖² (N, 1): 4 products in 3 launches.
 
-    The other 2 products, the weights' gradients, go to the step's collector as factors, if it has one. One-sided, one product less
-    if the input needs no gradient.
+    The other 2 products, the weights' gradients, go to the step's collector as factors, if it has one. One-sided, there is
+    one product less if the input needs no gradient.
     """
 
     @staticmethod
