@@ -67,20 +67,23 @@ def test_the_names_that_people_were_promised():
 @pytest.mark.parametrize(
     ("pattern", "settings"),
     [  # Keller et al. (2021), appendix A.3
-        ("mnist-fc-.*", {"epochs": 6000, "learning_rate": 1e-4, "weight": 1.0, "layers": 2, "alpha": 0.3, "warmup_epochs": 10.0}),
+        ("mnist-fc-.*", {"epochs": 6000, "learning_rate": 1e-4, "layers": 2, "alpha": 0.3, "warmup_epochs": 10.0}),
+        ("mnist-fc-snf-paper", {"weight": 1.0, "inverse_likelihood": True, "decay": 0.0}),
+        ("mnist-conv-snf-paper", {"weight": 1.0, "inverse_likelihood": True, "decay": 0.0}),
         (
             "mnist-conv-.*",
             {"epochs": 1000, "learning_rate": 1e-3, "blocks": 3, "layers_per_block": 3, "kernel_size": 3},
         ),
         ("mnist-conv-snf-asym", {"inverse_kernel_size": 7}),
-        ("mnist-glow-.*", {"epochs": 250, "learning_rate": 1e-3, "weight": 100.0, "blocks": 2, "steps": 16, "hidden": 512}),
+        ("mnist-glow-.*", {"epochs": 250, "learning_rate": 1e-3, "blocks": 2, "steps": 16, "hidden": 512}),
         ("mnist-glow[15]x.*", {"blocks": 2, "steps": 4, "hidden": 16, "epochs": 250}),
         ("mnist-glow5x5-geco", {"kernel_size": 5, "penalty": "geco"}),
-        ("cifar10-glow-.*", {"epochs": 1000, "weight": 1000.0, "blocks": 3, "steps": 32, "flip": True, "jitter": 1}),
+        ("cifar10-glow-.*", {"epochs": 1000, "blocks": 3, "steps": 32, "flip": True, "jitter": 1}),
         ("cifar10-glow-snf", {"clip": 1e4}),
         ("cifar10-glow-exact", {"clip": None}),
         ("imagenet32-glow-.*", {"epochs": 15, "batch_size": 64, "warmup_epochs": 0.0, "clip": 1e4, "steps": 48, "flip": False}),
-        ("(mnist|cifar10).*", {"batch_size": 100, "warmup_epochs": 10.0, "decay": 0.0}),
+        ("(mnist|cifar10).*", {"batch_size": 100, "warmup_epochs": 10.0}),
+        ("(mnist|cifar10)-glow.*", {"decay": 0.0}),
         (".*-exact", {"kind": "exact"}),
         *((f".*-{kind}", {"kind": kind}) for kind in ("relative", "lu", "tracked", "sketch", "emerging", "exp")),
         (".*-(snf|geco)", {"kind": "selfnorm"}),
@@ -91,6 +94,15 @@ def test_settings_are_the_papers(pattern, settings):
     assert matching
     for recipe in matching:
         assert settings.items() <= recipe.flat().items(), recipe.name
+
+
+def test_where_defaults_differ_from_the_paper():
+    assert not any(recipe.objective.inverse_likelihood for name, recipe in RECIPES.items() if not name.endswith("-paper"))
+    weights = {name: find_recipe(name).objective.reconstruction_weight for name in ("mnist-fc-snf", "mnist-glow-snf")}
+    assert weights == {"mnist-fc-snf": 0.1, "mnist-glow-snf": 10.0}
+    for model in ("mnist-fc-", "mnist-conv-"):
+        recipes = [recipe for name, recipe in RECIPES.items() if name.startswith(model) and not name.endswith("-paper")]
+        assert {recipe.optimiser.decay for recipe in recipes} == {0.25}, "all methods have the same schedule"
 
 
 def test_an_unknown_recipe_lists_the_known_ones():
