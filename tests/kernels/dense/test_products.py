@@ -5,11 +5,12 @@ import torch
 
 from selfnorm import RelativeLinear, SelfNormLinear, TrackedLinear
 from selfnorm.kernels.dispatch import used_on
+from selfnorm.runtime.context import step_context
 
 pytest.importorskip("triton")
 
 from selfnorm.kernels.dense import products, relative, selfnorm, tracking
-from selfnorm.kernels.dense.products import SplitTiles, affine, pull_back, reconstruct, times
+from selfnorm.kernels.dense.products import SplitTiles, add_penalty, affine, pull_back, reconstruct, times
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 SHAPES = [(1, 1), (3, 5), (16, 32), (37, 70), (33, 17), (5, 129)]
@@ -60,14 +61,14 @@ def test_products_are_right_for_any_shape_and_tiles(device, kernels, shape, by):
     close(grad_b, g.sum(0), features)
     assert pull_back(grad_z, W, R, error, grad_reconstruction, by=by)[3] is None
 
-    for wanted in (True, False):  # one-sided
-        grad_x, towards_w, towards_r, grad_b = pull_back(grad_z, W, R, error, grad_reconstruction, True, False, wanted, by=by)
-        if wanted:
-            close(grad_x, g @ W_, features)
-        assert (grad_x is not None) is wanted
+    # One-sided.
+    grad_x, *others = pull_back(grad_z, W, R, error, grad_reconstruction, True, False, by=by)
+    close(grad_x, g @ W_, features)
+    for towards_w, towards_r, grad_b in (others, add_penalty(grad_z, error, error @ R, grad_reconstruction, True)):
         close(towards_w, g + 2 * r * error_ @ R_, 10 * features)
         close(towards_r, 2 * r * error_, 10 * features)
         close(grad_b, g.sum(0), features)
+    assert add_penalty(grad_z, error, error @ R, grad_reconstruction)[2] is None
 
     one, other = times(x, W, grad_z, R, by=by)
     close(one, x_ @ W_, features)
@@ -152,9 +153,18 @@ def test_layers_refuse_a_second_derivative(device, kernels, kind):
         z.square().sum().backward(create_graph=True)
 
 
+@pytest.mark.parametrize("inverse_likelihood", [True, False], ids=["paper", "one-sided"])
 @pytest.mark.parametrize("kind", [SelfNormLinear, RelativeLinear, TrackedLinear])
-def test_a_layer_that_gets_no_gradient_for_its_input(device, kernels, kind):
-    layer = kind(4).to(device, torch.float32)
-    z, log_det, _ = layer.surrogate(single(device, 3, 4))
-    (z.square().sum() + log_det.sum()).backward()
-    assert layer.weight.grad.isfinite().all() and layer.bias.grad.any()
+def test_weights_get_the_same_gradient_if_the_input_needs_none(device, kernels, kind, inverse_likelihood):
+    layer, x, weights = kind(37).to(device, torch.float32), single(device, 35, 37), single(device, 35, 37)
+
+    def gradients(x):
+        with step_context(inverse_likelihood=inverse_likelihood):
+            z, log_det, reconstruction = layer.surrogate(x)
+        total = (z * weights).sum() + log_det.sum() + (reconstruction * weights[:, :1]).sum()
+        return torch.autograd.grad(total, list(layer.parameters()))
+
+    with torch.no_grad():
+        layer.weight.add_(0.2 * torch.randn_like(layer.weight))
+    for one, other in zip(gradients(x), gradients(x.clone().requires_grad_()), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

@@ -5,6 +5,7 @@
     pull_back    grad_x = grad_z W, towards_w = grad_z/2 + grad_error R,
                  towards_r = grad_error − grad_x/2, grad_b = Σ_n grad_z            one
                  one-sided: towards_w = grad_z + grad_error R, towards_r = grad_error
+    add_penalty  the same, one-sided and without grad_x, given error R             one, without a product
     times        aA, and bB in the same launch                                     one
 
 x, z, error, grad_z (N, D), W, R (D, D), b (D,), grad_reconstruction (N, 1), grad_error = 2·grad_reconstruction·error; float32.
@@ -98,33 +99,46 @@ def pull_back(
     grad_reconstruction: Tensor,
     bias: bool = False,
     inverse_likelihood: bool = True,
-    input_gradient: bool = True,
     *,
     by: SplitTiles | None = None,
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Returns grad_x, towards_w and towards_r (N, D), and grad_b (D,) if there is a bias.
 
     inverse_likelihood:  whether R takes half of the likelihood's gradient, or W all of it.
-    input_gradient:      whether grad_x is wanted. Without it, and one-sided, its product is left out and None is returned.
     """
     of_w, of_r = likelihood_shares(inverse_likelihood)
-    products = 2 if inverse_likelihood or input_gradient else 1
-    by = by or split_tiles(grad_z.shape[0], grad_z.shape[1], products)
+    by = by or split_tiles(grad_z.shape[0], grad_z.shape[1], products=2)
     if by is None:
         grad_error = 2 * grad_reconstruction * error
-        grad_x = grad_z @ W if products == 2 else None
+        grad_x = grad_z @ W
         towards_w = torch.addmm(grad_z, grad_error, R, beta=of_w)
-        towards_r = grad_error if grad_x is None or not of_r else torch.add(grad_error, grad_x, alpha=-of_r)
+        towards_r = torch.add(grad_error, grad_x, alpha=-of_r) if of_r else grad_error
         return grad_x, towards_w, towards_r, grad_z.sum(0) if bias else None
     grad_z, W, R, error = grad_z.contiguous(), W.contiguous(), R.contiguous(), error.contiguous()
-    grad_x = torch.empty_like(grad_z) if products == 2 else None
-    towards_w, towards_r = torch.empty_like(grad_z), torch.empty_like(grad_z)
+    grad_x, towards_w, towards_r = (torch.empty_like(grad_z) for _ in range(3))
     grad_b = grad_z.new_empty(grad_z.shape[1]) if bias else None
     tensors = (grad_z, W, R, error, grad_reconstruction, grad_x, towards_w, towards_r, grad_z if grad_b is None else grad_b)
     batches = triton.cdiv(grad_z.shape[0], by.rows) if bias else 0
-    strides = (grad_reconstruction.stride(0),)
-    _launch(_pull_back_kernel, products, by, grad_z, (*tensors, *strides), inverse_likelihood, batches)
+    _launch(_pull_back_kernel, 2, by, grad_z, (*tensors, grad_reconstruction.stride(0)), inverse_likelihood, batches)
     return grad_x, towards_w, towards_r, grad_b
+
+
+def add_penalty(
+    grad_z: Tensor, error: Tensor, back: Tensor, grad_reconstruction: Tensor, bias: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns towards_w and towards_r (N, D) of the one-sided objective, and grad_b (D,) if there is a bias.
+
+    back: error R (N, D).
+    """
+    examples, features = grad_z.shape
+    grad_z, error, back = grad_z.contiguous(), error.contiguous(), back.contiguous()
+    towards_w, towards_r = torch.empty_like(grad_z), torch.empty_like(grad_z)
+    grad_b = grad_z.new_empty(features) if bias else None
+    _add_penalty_kernel[(triton.cdiv(features, 32), triton.cdiv(examples, 32))](
+        grad_z, error, back, grad_reconstruction, towards_w, towards_r, grad_b, grad_reconstruction.stride(0), examples, features,
+        ROWS=32, COLUMNS=32, BATCHES=triton.cdiv(examples, 32), num_warps=4,
+    )  # fmt: skip
+    return towards_w, towards_r, grad_b
 
 
 def times(
@@ -247,44 +261,61 @@ def _pull_back_kernel(
     INVERSE_LIKELIHOOD: tl.constexpr, BATCHES: tl.constexpr, STAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Product 0 is error R, product 1 grad_z W; the latter is left out if grad_x is None."""
     rows, columns, at, inside = matrix_tile(examples, features, ROWS, COLUMNS)
     which = tl.program_id(2) // SPLIT if STAGE == PART else tl.program_id(2)
     if which == 0:
+        product = _tile_of_product(
+            grad_z, W, partial, 0, rows, columns, at, inside, examples, features, False,
+            STAGE, ROWS, COLUMNS, DEPTH, STEPS, SPLIT, PRECISION,
+        )  # fmt: skip
+        if STAGE != PART:
+            weights = 2 * tl.load(grad_reconstruction + rows.to(tl.int64) * stride, mask=rows < examples, other=0.0)
+            towards = weights[:, None] * tl.load(error + at, mask=inside, other=0.0)
+            if INVERSE_LIKELIHOOD:
+                towards -= 0.5 * product
+            tl.store(grad_x + at, product, mask=inside)
+            tl.store(towards_r + at, towards, mask=inside)
+    else:
         # A row's weight multiplies the whole row, so it can be applied after the product.
         product = _tile_of_product(
-            error, R, partial, 0, rows, columns, at, inside, examples, features, False,
+            error, R, partial, 1, rows, columns, at, inside, examples, features, False,
             STAGE, ROWS, COLUMNS, DEPTH, STEPS, SPLIT, PRECISION,
         )  # fmt: skip
         if STAGE != PART:
             weights = 2 * tl.load(grad_reconstruction + rows.to(tl.int64) * stride, mask=rows < examples, other=0.0)
             above = tl.load(grad_z + at, mask=inside, other=0.0)
-            if INVERSE_LIKELIHOOD:
-                tl.store(towards_w + at, 0.5 * above + weights[:, None] * product, mask=inside)
-            else:
-                tl.store(towards_w + at, above + weights[:, None] * product, mask=inside)
-                tl.store(towards_r + at, weights[:, None] * tl.load(error + at, mask=inside, other=0.0), mask=inside)
             if BATCHES > 0:
-                if tl.program_id(1) == 0:
-                    total = tl.sum(above, axis=0)
-                    for batch in range(1, BATCHES):
-                        more = batch * ROWS + tl.arange(0, ROWS)
-                        valid = (more[:, None] < examples) & (columns[None, :] < features)
-                        places = grad_z + more[:, None].to(tl.int64) * features + columns[None, :]
-                        total += tl.sum(tl.load(places, mask=valid, other=0.0), axis=0)
-                    tl.store(grad_b + columns, total, mask=columns < features)
-    if grad_x is not None:
-        if which == 1:
-            product = _tile_of_product(
-                grad_z, W, partial, 1, rows, columns, at, inside, examples, features, False,
-                STAGE, ROWS, COLUMNS, DEPTH, STEPS, SPLIT, PRECISION,
-            )  # fmt: skip
-            if STAGE != PART:
-                tl.store(grad_x + at, product, mask=inside)
-                if INVERSE_LIKELIHOOD:
-                    weights = 2 * tl.load(grad_reconstruction + rows.to(tl.int64) * stride, mask=rows < examples, other=0.0)
-                    off = tl.load(error + at, mask=inside, other=0.0)
-                    tl.store(towards_r + at, weights[:, None] * off - 0.5 * product, mask=inside)
+                _sum_over_batch(grad_z, grad_b, above, columns, examples, features, ROWS, BATCHES)
+            if INVERSE_LIKELIHOOD:
+                above *= 0.5
+            tl.store(towards_w + at, above + weights[:, None] * product, mask=inside)
+
+
+@triton.jit
+def _add_penalty_kernel(
+    grad_z, error, back, grad_reconstruction, towards_w, towards_r, grad_b, stride, examples, features,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BATCHES: tl.constexpr,
+):  # fmt: skip
+    rows, columns, at, inside = matrix_tile(examples, features, ROWS, COLUMNS)
+    weights = 2 * tl.load(grad_reconstruction + rows.to(tl.int64) * stride, mask=rows < examples, other=0.0)
+    above = tl.load(grad_z + at, mask=inside, other=0.0)
+    tl.store(towards_w + at, above + weights[:, None] * tl.load(back + at, mask=inside, other=0.0), mask=inside)
+    tl.store(towards_r + at, weights[:, None] * tl.load(error + at, mask=inside, other=0.0), mask=inside)
+    if grad_b is not None:
+        _sum_over_batch(grad_z, grad_b, above, columns, examples, features, ROWS, BATCHES)
+
+
+@triton.jit
+def _sum_over_batch(grad_z, grad_b, first, columns, examples, features, ROWS: tl.constexpr, BATCHES: tl.constexpr):
+    """Stores the bias's gradient of these columns, in the programs of the first rows, which have loaded theirs already."""
+    if tl.program_id(1) == 0:
+        total = tl.sum(first, axis=0)
+        for batch in range(1, BATCHES):
+            more = batch * ROWS + tl.arange(0, ROWS)
+            valid = (more[:, None] < examples) & (columns[None, :] < features)
+            places = grad_z + more[:, None].to(tl.int64) * features + columns[None, :]
+            total += tl.sum(tl.load(places, mask=valid, other=0.0), axis=0)
+        tl.store(grad_b + columns, total, mask=columns < features)
 
 
 @triton.jit
