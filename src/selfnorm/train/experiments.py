@@ -23,7 +23,7 @@ _DIGITS_FC = Recipe(
     "digits-fc-snf",
     data=DataSettings("digits"),
     architecture=ArchitectureSettings(standardize=True),
-    objective=ObjectiveSettings(reconstruction_weight=5.0),
+    objective=ObjectiveSettings(reconstruction_weight=0.3),
     optimiser=OptimiserSettings(decay=0.25, init_examples=1297, threads=1),
     evaluation=EvaluationSettings(validate_every=20, test_samples=20),
 )
