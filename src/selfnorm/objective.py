@@ -43,7 +43,7 @@ class Loss(nn.Module):
     probes:        number of white-noise vectors that each self-normalizing layer also reconstructs, at each step. Data leaves R
                    undetermined in directions in which it does not vary; noise varies in all.
     inverse_likelihood:  whether R takes half of the likelihood's gradient, as in the paper. By default W takes all of it, and R
-                   learns from the reconstruction alone, which is stable for every input and every λ > 0 (docs/stability.md).
+                   learns from the reconstruction alone, which no small second moment destabilises (docs/stability.md).
     symmetric:     reconstruct z from Rz as well: the mean of ‖RWx − x‖² and ‖WRz − z‖², with x and z constant.
     polish:        a method of `selfnorm.linalg.polish`, which moves R towards W⁻¹ after every `polish_every` steps.
     debias:        number of white-noise vectors that estimate W⁻ᵀ − Rᵀ at each step (`linalg.neumann`); 0 for none.
