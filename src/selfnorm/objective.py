@@ -37,7 +37,7 @@ class Loss(nn.Module):
     probes:              number of white-noise vectors that each self-normalizing layer also reconstructs, at each step. Data
                          leaves R undetermined in directions in which it does not vary; noise varies in all.
     inverse_likelihood:  whether R takes half of the likelihood's gradient, as in the paper. By default W takes all of it and R
-                         learns from the reconstruction alone, which is stable for every input and every λ > 0
+                         learns from the reconstruction alone, which no small second moment of the input destabilises
                          (docs/stability.md).
 
     >>> from selfnorm.models import fc_flow
