@@ -143,6 +143,14 @@ class Split(Bijection):
             leave = self.prior.refined_inverse(leave.reshape(stay.shape), context=stay, tolerance=tolerance)
         return torch.cat([stay, leave], dim=1)
 
+    def auto_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
+        done, leave = self._unflatten(z)
+        with located("rest"):
+            stay = self.rest.auto_inverse(done, context=context)
+        with located("prior"):
+            leave = self.prior.auto_inverse(leave.reshape(stay.shape), context=stay)
+        return torch.cat([stay, leave], dim=1)
+
     def initialize(self, x: Tensor, *, context: Tensor | None = None) -> None:
         stay, leave = self._halves(x)
         with located("rest"):
