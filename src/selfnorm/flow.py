@@ -12,12 +12,16 @@ from torch import Tensor, nn
 from selfnorm.bijection import Bijection, Chain, InverseTracker, Surrogate
 from selfnorm.runtime.checks import event_shape, expect_finite, expect_float, expect_shape
 from selfnorm.runtime.context import current_step
+from selfnorm.runtime.shapes import ShapeMemory
 
 Inverse = Literal["learned", "exact", "refined"]
 
 
-class StandardNormal(nn.Module):
-    """Standard normal N(0, I) over latents of a shape; if that is None, over the shape of the last latent scored."""
+class StandardNormal(ShapeMemory):
+    """Standard normal N(0, I) over latents of a shape; if that is None, over the shape of the last latent scored.
+
+    In the latter case the shape is part of the state dict, so that a flow can sample once it has loaded its state.
+    """
 
     _like: Tensor
 
@@ -49,7 +53,7 @@ class StandardNormal(nn.Module):
         if self._seen is None:
             raise ValueError(
                 "StandardNormal: expected a known latent shape, got none; build the flow with base=StandardNormal(shape), "
-                "or score a batch of data once"
+                "score a batch of data once, or load the state of a flow that has"
             )
         return torch.randn(n, *self._seen, generator=generator, device=self._like.device, dtype=self._like.dtype)
 
