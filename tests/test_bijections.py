@@ -186,6 +186,7 @@ def test_empty_batch(case):
     assert back.shape == x[:0].shape and log_det.shape == (0,)
     assert layer.approx_inverse(empty, context=none).shape == x[:0].shape
     assert layer.refined_inverse(empty, context=none).shape == x[:0].shape
+    assert layer.auto_inverse(empty, context=none).shape == x[:0].shape
     z, log_det, reconstruction = layer.surrogate(x[:0].requires_grad_(), context=none)
     (z.sum() + log_det.sum() + reconstruction.sum()).backward()
     assert all(torch.isfinite(p.grad).all() for p in layer.parameters() if p.grad is not None)
@@ -207,6 +208,12 @@ def test_refined_inverse_is_exact_or_warns(case):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         assert_close(layer.refined_inverse(z, context=context), x, rtol=1e-7, atol=1e-7)
+
+
+def test_auto_inverse_is_exact_to_its_tolerance(case):
+    _, layer, x, context = case
+    z, _ = layer(x, context=context)
+    assert_close(layer.auto_inverse(z, context=context), x, rtol=1e-6, atol=1e-6)
 
 
 def test_hooks_can_be_called_on_any_layer(case):

@@ -21,7 +21,7 @@ from selfnorm.models import fc_flow
 
 
 class Recorder(Bijection):
-    """The identity, which keeps a list of how it was called. Its learned inverse adds 1, its refined one 2."""
+    """The identity, which keeps a list of how it was called. Its learned inverse adds 1, its refined one 2, auto 3."""
 
     def __init__(self, log):
         super().__init__()
@@ -50,6 +50,10 @@ class Recorder(Bijection):
         self.note("refined_inverse", context, tolerance=tolerance)
         return z + 2
 
+    def auto_inverse(self, z, *, context=None):
+        self.note("auto_inverse", context)
+        return z + 3
+
     def initialize(self, x, *, context=None):
         self.note("initialize", context, grad=torch.is_grad_enabled(), mean=float(x.mean()))
 
@@ -69,9 +73,10 @@ def test_a_chain_hands_everything_on():
     assert_close(chain.surrogate(x, context=context).log_det, torch.full((3,), 0.5))
     assert_close(chain.approx_inverse(x, context=context), x + 2)
     assert_close(chain.refined_inverse(x, context=context, tolerance=0.125), x + 4)
+    assert_close(chain.auto_inverse(x, context=context), x + 6)
     chain.initialize(x, context=context)
     chain.after_step()
-    for method in ("forward", "inverse", "approx_inverse", "refined_inverse", "initialize"):
+    for method in ("forward", "inverse", "approx_inverse", "refined_inverse", "auto_inverse", "initialize"):
         assert len(calls(log, method)) == 2 and all(c is context for _, c, _ in calls(log, method)), method
     assert all(details == {"tolerance": 0.125} for _, _, details in calls(log, "refined_inverse"))
     assert all(not details["grad"] for _, _, details in calls(log, "initialize"))
@@ -89,6 +94,7 @@ def test_a_split_hands_everything_on_and_its_prior_the_half_that_stays():
     assert_close(split.surrogate(x, context=context).log_det, torch.full((3,), 0.5))
     assert_close(split.approx_inverse(z, context=context), x + 1)
     assert_close(split.refined_inverse(z, context=context, tolerance=0.125), x + 2)
+    assert_close(split.auto_inverse(z, context=context), x + 3)
     split.initialize(x, context=context)
     split.after_step()
     for log, expected in ((rest, context), (prior, x[:, :2])):
@@ -97,6 +103,8 @@ def test_a_split_hands_everything_on_and_its_prior_the_half_that_stays():
         assert calls(log, "refined_inverse")[0][2] == {"tolerance": 0.125} and len(calls(log, "after_step")) == 1
     assert torch.equal(calls(prior, "approx_inverse")[0][1], x[:, :2] + 1)
     assert calls(rest, "approx_inverse")[0][1] is context
+    assert torch.equal(calls(prior, "auto_inverse")[0][1], x[:, :2] + 3)
+    assert calls(rest, "auto_inverse")[0][1] is context
     assert calls(prior, "initialize")[0][2]["mean"] == float(x[:, 2:].mean())
 
 
@@ -107,7 +115,7 @@ def test_a_flow_hands_everything_on():
     assert_close(flow.log_prob(x, context=context), base + 0.5)
     assert_close(flow.surrogate(x, context=context).log_det, base + 0.25)
     assert_close(flow.encode(x, context=context), x)
-    for inverse, shift in (("learned", 1), ("exact", 0), ("refined", 2)):
+    for inverse, shift in (("auto", 3), ("learned", 1), ("exact", 0), ("refined", 2)):
         assert_close(flow.decode(x, inverse, context=context), x + shift)
         generator = torch.Generator().manual_seed(0)
         z = torch.randn(3, 4, generator=generator)
@@ -123,13 +131,14 @@ def test_a_flow_hands_everything_on():
     assert all(c is context for method, c, _ in log if method != "after_step")
 
 
-def test_decode_and_sample_take_the_learned_inverse_unless_told_otherwise():
+def test_decode_and_sample_choose_the_inverse_themselves_unless_told_otherwise():
     flow = Flow(Recorder([]), StandardNormal(4))
     z = torch.randn(3, 4)
-    assert_close(flow.decode(z), z + 1)
+    assert_close(flow.decode(z), z + 3)
     generator = torch.Generator().manual_seed(0)
-    expected = torch.randn(3, 4, generator=generator) + 1
+    expected = torch.randn(3, 4, generator=generator) + 3
     assert_close(flow.sample(3, generator=generator.manual_seed(0)), expected)
+    assert_close(flow.sample_and_log_prob(3, generator=generator.manual_seed(0))[0], expected)
 
 
 def test_slices_of_a_chain_are_chains_with_the_same_parameters():

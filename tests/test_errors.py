@@ -74,7 +74,7 @@ def test_what_constructors_refuse(name):
         make()
 
 
-@pytest.mark.parametrize("method", ["forward", "inverse", "surrogate", "approx_inverse", "refined_inverse"])
+@pytest.mark.parametrize("method", ["forward", "inverse", "surrogate", "approx_inverse", "refined_inverse", "auto_inverse"])
 @pytest.mark.parametrize(
     ("layer", "x", "message"),
     [

@@ -79,7 +79,7 @@ def test_contamination_is_the_part_of_the_training_rows_called_outliers(contamin
 
 
 def test_samples_have_the_moments_of_the_data(fitted):
-    for inverse in ("exact", "learned", "refined"):
+    for inverse in ("auto", "exact", "learned", "refined"):
         rows = fitted.sample(4000, random_state=0, inverse=inverse)
         assert rows.shape == (4000, 2) and rows.dtype == np.float64
         assert np.allclose(rows.mean(0), CENTRE, atol=0.2)

@@ -14,6 +14,7 @@ from selfnorm import (
     AffineCoupling,
     Chain,
     Flow,
+    InaccurateInverseWarning,
     Logit,
     SelfNormConv2d,
     SelfNormLinear,
@@ -115,7 +116,7 @@ def test_mnist_front_end_adds_272_6_nats_on_the_test_digits(dtype):
 # Sampling
 
 
-@pytest.mark.parametrize("inverse", ["learned", "exact", "refined"])
+@pytest.mark.parametrize("inverse", ["auto", "learned", "exact", "refined"])
 def test_decode_by_each_inverse(inverse):
     flow = fc_flow(4)
     x = torch.randn(5, 4)
@@ -137,7 +138,7 @@ def test_samples_follow_the_density():
     assert_close(torch.cov(x.T), covariance, rtol=0.1, atol=0.1)
 
 
-@pytest.mark.parametrize("inverse", ["learned", "exact", "refined"])
+@pytest.mark.parametrize("inverse", ["auto", "learned", "exact", "refined"])
 @pytest.mark.parametrize(
     "make",
     [
@@ -171,7 +172,7 @@ def test_a_fresh_model_samples_before_it_has_seen_data():
         (conv_flow((2, 4, 8)), (2, 4, 8)),
         (glow((1, 8, 8), blocks=3, steps=1, hidden=4), (1, 8, 8)),
     ):
-        for inverse in ("learned", "exact"):
+        for inverse in ("auto", "learned", "exact"):
             assert flow.sample(2, inverse=inverse).shape == (2, *shape)
 
 
@@ -232,7 +233,7 @@ def test_a_context_conditions_the_density():
     x, one, other = torch.randn(3, 1, 4, 4), torch.randn(3, 3), torch.randn(3, 3)
     assert not torch.allclose(flow.log_prob(x, context=one), flow.log_prob(x, context=other))
     z = flow.encode(x, context=one)
-    for inverse in ("learned", "exact", "refined"):
+    for inverse in ("auto", "learned", "exact", "refined"):
         assert_close(flow.decode(z, inverse, context=one), x)
     assert flow.surrogate(x, context=one).z.shape == z.shape
     sample, log_prob = flow.sample_and_log_prob(3, context=one)
@@ -312,8 +313,11 @@ def test_initialize_refuses_bad_data_and_can_be_called_again(bad):
 def test_non_finite_parameters_behind_a_bad_sample_are_named():
     flow = fc_flow(3)
     flow.bijection[3].weight_inv.data[0, 0] = float("nan")
-    with pytest.raises(ValueError, match=r"expected a finite result.*non-finite parameters: bijection.3.weight_inv"):
-        flow.sample(2)
+    with (
+        pytest.raises(ValueError, match=r"expected a finite result.*non-finite parameters: bijection.3.weight_inv"),
+        pytest.warns(InaccurateInverseWarning, match=r"layer 3, SelfNormLinear.* got nan"),
+    ):
+        flow.sample(2, "learned")
 
 
 class Elementwise(Wide):
@@ -334,7 +338,7 @@ def test_a_negative_number_of_samples():
 
 
 def test_unknown_inverse():
-    with pytest.raises(ValueError, match="expected inverse to be one of learned, exact, refined, got 'fast'"):
+    with pytest.raises(ValueError, match="expected inverse to be one of auto, learned, exact, refined, got 'fast'"):
         fc_flow(3).sample(2, inverse="fast")
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from selfnorm.bijection import Bijection, Chain, Surrogate
 from selfnorm.evaluate.sampler import Sampler
-from selfnorm.flow import Flow, StandardNormal
+from selfnorm.flow import Flow, InaccurateInverseWarning, StandardNormal
 from selfnorm.layers.activation import Logit, SmoothLeakyReLU
 from selfnorm.layers.actnorm import ActNorm
 from selfnorm.layers.affine import Affine, Standardize
@@ -41,6 +41,7 @@ __all__ = [
     "ExpConv2d",
     "Flatten",
     "Flow",
+    "InaccurateInverseWarning",
     "LULinear",
     "Logit",
     "RelativeLinear",

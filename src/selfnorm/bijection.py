@@ -65,6 +65,45 @@ class InverseTracker(Protocol):
         ...
 
 
+class InversePlan(NamedTuple):
+    """How `auto_inverse` of a layer with a stored inverse R ≈ W⁻¹ computes x = W⁻¹z.
+
+    steps:  the number of steps x ← x + R(z − Wx) after x = Rz; None for the exact inverse, where R is too far off for that.
+    error:  ‖RW − I‖_F/√D, estimated by white noise.
+    shape:  the shape of the examples that the plan was made for.
+    """
+
+    steps: int | None
+    error: float
+    shape: tuple[int, ...]
+
+
+class PlannedInverse(Protocol):
+    """Interface, for sampling, of a layer that stores an inverse R of its weight W; see `layers.stored_inverse`."""
+
+    weight: Tensor
+    weight_inv: Tensor
+
+    def extra_repr(self) -> str: ...
+
+    @property
+    def last_plan(self) -> InversePlan | None:
+        """What the last `auto_inverse` did; None before the first one."""
+        ...
+
+    def planned_weights(self) -> tuple[Tensor, ...]:
+        """Returns the copies of W and R for which `last_plan` was made."""
+        ...
+
+    def plan_holds(self) -> Tensor:
+        """Returns whether W and R still equal those copies, as a scalar on the device, without waiting for it."""
+        ...
+
+    def inverse_error(self) -> float | None:
+        """Returns an estimate of ‖RW − I‖_F/√D, given the shape that `approx_inverse` saw last; None before its first call."""
+        ...
+
+
 class Bijection(nn.Module):
     """An invertible map x → z of examples, batch first. Data → latent is `forward`, everywhere.
 
@@ -79,12 +118,14 @@ class Bijection(nn.Module):
                             whole training step can be captured as one graph. If `forward` checks values, override this.
         approx_inverse(z)   a cheaper, learned inverse
         refined_inverse(z)  that inverse, iterated until it is exact to a tolerance
+        auto_inverse(z)     the cheapest inverse that is exact to a tolerance; what samples use unless told otherwise
         initialize(x)       data-dependent initialisation; called once, before the first step
         after_step()        called by the training loop after each optimiser step; random numbers come from the generator that
                             it is given (set `draws_after_step` if it draws any)
         reconstruction_names  define it if the surrogate returns reconstruction errors; `Loss` then needs the attributes of
                             `linalg.learned.LearnedInverse`. Also set `surrogate_is_exact = False`.
         inverse_tracker     return the layer itself if `after_step` updates a stored inverse
+        planned_inverse     return the layer itself if `auto_inverse` decides how to use a stored inverse
 
     Layers inside a layer are called as `layer(x)`, so that hooks see them.
 
@@ -101,6 +142,11 @@ class Bijection(nn.Module):
     @property
     def inverse_tracker(self) -> InverseTracker | None:
         """This layer as an `InverseTracker`, if it updates a stored inverse after each step; otherwise None."""
+        return None
+
+    @property
+    def planned_inverse(self) -> PlannedInverse | None:
+        """This layer as a `PlannedInverse`, if it stores an inverse; otherwise None."""
         return None
 
     @property
@@ -127,6 +173,10 @@ class Bijection(nn.Module):
 
     def refined_inverse(self, z: Tensor, *, context: Tensor | None = None, tolerance: float | None = None) -> Tensor:
         """Maps z → x by the learned inverse, iterated until ‖z − f(x)‖ ≤ tolerance·‖z‖ in each layer."""
+        return self.inverse(z, context=context)[0]
+
+    def auto_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
+        """Maps z → x, exact to a tolerance: by the learned inverse where refining it converges, else by the exact one."""
         return self.inverse(z, context=context)[0]
 
     def initialize(self, x: Tensor, *, context: Tensor | None = None) -> None:
@@ -218,6 +268,12 @@ class Chain(Bijection):
         for index, layer in reversed(list(enumerate(self))):
             with located(f"layer {index}"):
                 z = layer.refined_inverse(z, context=context, tolerance=tolerance)
+        return z
+
+    def auto_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
+        for index, layer in reversed(list(enumerate(self))):
+            with located(f"layer {index}"):
+                z = layer.auto_inverse(z, context=context)
         return z
 
     @torch.no_grad()

@@ -146,8 +146,8 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         """Returns −1 for outliers, 1 for other rows."""
         return np.where(self.decision_function(X) < 0, -1, 1)
 
-    def sample(self, n_samples: int = 1, random_state: Any = None, inverse: Inverse = "exact") -> Floats:
-        """Returns rows drawn from the learned density."""
+    def sample(self, n_samples: int = 1, random_state: Any = None, inverse: Inverse = "auto") -> Floats:
+        """Returns rows drawn from the learned density; `Flow.decode` explains the choices of `inverse`."""
         check_is_fitted(self)
         generator = torch.Generator().manual_seed(int(check_random_state(random_state).randint(2**31)))
         with evaluating(self.flow_), cpu_threads(1):

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Literal, Protocol, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
-from selfnorm.bijection import Bijection, Chain, InverseTracker, Surrogate
-from selfnorm.runtime.checks import event_shape, expect_finite, expect_float, expect_shape
+from selfnorm.bijection import Bijection, Chain, InversePlan, InverseTracker, PlannedInverse, Surrogate
+from selfnorm.linalg.iterations import MAX_REFINEMENTS
+from selfnorm.runtime.checks import describe, event_shape, expect_finite, expect_float, expect_shape
 from selfnorm.runtime.context import current_step
+from selfnorm.runtime.shapes import ShapeMemory
 
-Inverse = Literal["learned", "exact", "refined"]
+Inverse = Literal["auto", "learned", "exact", "refined"]
+
+# ‖RW − I‖_F/√D of a learned inverse above which `inverse="learned"` warns. Samples are then off by about a tenth in each layer.
+LARGEST_ERROR = 0.1
 
 
-class StandardNormal(nn.Module):
-    """Standard normal N(0, I) over latents of a shape; if that is None, over the shape of the last latent scored."""
+class InaccurateInverseWarning(RuntimeWarning):
+    """Issued when samples by the learned inverse do not follow the density, because the learned inverse is too far off."""
+
+
+class StandardNormal(ShapeMemory):
+    """Standard normal N(0, I) over latents of a shape; if that is None, over the shape of the last latent scored.
+
+    In the latter case the shape is part of the state dict, so that a flow can sample once it has loaded its state.
+    """
 
     _like: Tensor
 
@@ -49,7 +62,7 @@ class StandardNormal(nn.Module):
         if self._seen is None:
             raise ValueError(
                 "StandardNormal: expected a known latent shape, got none; build the flow with base=StandardNormal(shape), "
-                "or score a batch of data once"
+                "score a batch of data once, or load the state of a flow that has"
             )
         return torch.randn(n, *self._seen, generator=generator, device=self._like.device, dtype=self._like.dtype)
 
@@ -73,6 +86,9 @@ class Flow(nn.Module):
     >>> flow.log_prob(x).shape, flow.sample(3).shape
     (torch.Size([8]), torch.Size([3, 2]))
     """
+
+    _last_inverse: Inverse | None = None  # of the last call of `decode`
+    _measured: tuple[tuple[int, ...], ...] = ()  # marks of the weights whose learned inverses were measured last
 
     def __init__(self, bijection: Bijection, base: nn.Module | BaseDistribution | None = None) -> None:
         super().__init__()
@@ -105,6 +121,21 @@ class Flow(nn.Module):
         """Returns the layers that update a stored inverse after each step, by their path in `bijection`."""
         trackers = {name: layer.inverse_tracker for name, layer in self._layers().items()}
         return {name: tracker for name, tracker in trackers.items() if tracker is not None}
+
+    def planned_inverses(self) -> dict[str, PlannedInverse]:
+        """Returns the layers that store an inverse, by their path in `bijection`."""
+        layers = {name: layer.planned_inverse for name, layer in self._layers().items()}
+        return {name: layer for name, layer in layers.items() if layer is not None}
+
+    @property
+    def inverse_used(self) -> str:
+        """What the last `decode`, `sample` or `sample_and_log_prob` computed x by, in words; empty before the first one.
+
+        For "auto" this tells the layers that used the learned inverse, and in how many steps, from those that used the exact one.
+        """
+        if self._last_inverse == "auto":
+            return _in_words({name: layer.last_plan for name, layer in self.planned_inverses().items()})
+        return f"{self._last_inverse} inverse" if self._last_inverse else ""
 
     def log_prob(self, x: Tensor, *, context: Tensor | None = None) -> Tensor:
         """Returns log p(x), (N,): exact. Linear layers factorise their weight once; further batches cost no factorisation."""
@@ -142,13 +173,27 @@ class Flow(nn.Module):
         """Maps x → z, exactly."""
         return self._encode("encode", x, context)[0]
 
-    def decode(self, z: Tensor, inverse: Inverse = "learned", *, context: Tensor | None = None) -> Tensor:
-        """Maps z → x by the learned inverse, the exact one, or the learned one refined until it is exact to a tolerance."""
+    def decode(self, z: Tensor, inverse: Inverse = "auto", *, context: Tensor | None = None) -> Tensor:
+        """Maps z → x. `inverse` says how, in layers with a learned inverse R of their weight W; other layers are exact.
+
+        auto:     R, refined by as many steps as a relative error of √eps takes (3e-4 in float32), where refining converges; the
+                  exact inverse elsewhere. Decided once for each set of weights, by a few products with white noise.
+        learned:  R alone, one product: the fastest, and as accurate as R. Warns once for each set of weights with an
+                  `InaccurateInverseWarning` if ‖RW − I‖_F/√D is above 0.1 in a layer.
+        exact:    a factorisation of W for each set of weights, kept in eval mode.
+        refined:  R, refined until the residual of each z is below a tolerance; exact with a warning where that does not converge.
+
+        `inverse_used` tells afterwards what "auto" did.
+        """
         if inverse not in get_args(Inverse):
             raise ValueError(f"Flow.decode: expected inverse to be one of {', '.join(get_args(Inverse))}, got {inverse!r}")
         expect_float("Flow.decode", z)
-        if inverse == "learned":
+        self._last_inverse = inverse
+        if inverse == "auto":
+            x = self.bijection.auto_inverse(z, context=context)
+        elif inverse == "learned":
             x = self.bijection.approx_inverse(z, context=context)
+            self.check_learned_inverses()
         elif inverse == "refined":
             x = self.bijection.refined_inverse(z, context=context)
         else:
@@ -156,30 +201,54 @@ class Flow(nn.Module):
         expect_finite(f"Flow.decode(inverse={inverse!r})", "result", x, self._non_finite_parameters)
         return x
 
+    def check_learned_inverses(self) -> None:
+        """Warns if ‖RW − I‖_F/√D is above 0.1 in a layer that has decoded a z, once for each set of weights.
+
+        A write through `.data` or by a kernel of one's own may go unnoticed here; `auto` compares all values.
+        """
+        layers = self.planned_inverses()
+        marks = tuple(_mark(value) for layer in layers.values() for value in (layer.weight, layer.weight_inv))
+        if marks == self._measured:
+            return
+        self._measured = marks
+        errors = {name: layer.inverse_error() for name, layer in layers.items()}
+        far = {name: error for name, error in errors.items() if error is not None and not error <= LARGEST_ERROR}
+        if far:
+            worst = max(far, key=lambda name: math.inf if math.isnan(far[name]) else far[name])
+            others = f" (and {len(far) - 1} more layers)" if len(far) > 1 else ""
+            place = f"layer {worst}, " if worst else ""
+            warnings.warn(
+                f"Flow.decode(inverse='learned'): {place}{describe(layers[worst])}{others}: expected a learned inverse with "
+                f"‖RW − I‖/√D of at most {LARGEST_ERROR}, got {far[worst]:.2g}; these samples do not follow the density. Use "
+                "inverse='auto', or train with `Loss`, which also trains R",
+                InaccurateInverseWarning,
+                stacklevel=3,
+            )
+
     @torch.no_grad()
     def sample(
         self,
         n: int,
-        inverse: Inverse = "learned",
+        inverse: Inverse = "auto",
         generator: torch.Generator | None = None,
         *,
         context: Tensor | None = None,
     ) -> Tensor:
-        """Returns n draws of x, without gradient.
+        """Returns n draws of x, without gradient: from p(x) by default, see `decode`.
 
-        "learned" is the cheapest, and only as accurate as the learned inverse; "exact" samples from p(x).
+        "learned" is the cheapest, and only as accurate as the learned inverse. `inverse_used` tells afterwards what "auto" did.
         """
         return self.decode(self._draw(n, generator), inverse, context=context)
 
     def sample_and_log_prob(
         self,
         n: int,
-        inverse: Inverse = "exact",
+        inverse: Inverse = "auto",
         generator: torch.Generator | None = None,
         *,
         context: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns n draws of x and the exact log p(x) of each, (n,), for any kind of inverse. Differentiable."""
+        """Returns n draws of x and the exact log p(x) of each, (n,), for any kind of inverse; see `decode`. Differentiable."""
         x = self.decode(self._draw(n, generator), inverse, context=context)
         return x, self.log_prob(x, context=context)
 
@@ -221,3 +290,34 @@ class Flow(nn.Module):
         expect_finite(f"Flow.{method}", "latent", z, self._non_finite_parameters)
         expect_finite(f"Flow.{method}", "log-determinant", log_det, self._non_finite_parameters)
         return z, log_det
+
+
+def _mark(value: Tensor) -> tuple[int, ...]:
+    """Returns numbers that change whenever torch moves or writes a tensor."""
+    return value.data_ptr(), 0 if value.is_inference() else value._version
+
+
+def _in_words(plans: dict[str, InversePlan | None]) -> str:
+    """Returns what `auto_inverse` does by these plans, by layer; layers without a plan are not used."""
+    known = {name: plan for name, plan in plans.items() if plan is not None}
+    steps = [plan.steps for plan in known.values() if plan.steps is not None]
+    exact = {name: plan.error for name, plan in known.items() if plan.steps is None}
+    if not known:
+        return "exact inverse"
+    parts = []
+    if steps:
+        span = f"{steps[0]}" if len(set(steps)) == 1 else f"{min(steps)} to {max(steps)}"
+        times = f"refined by {span} step{'s' * (span != '1')}" if any(steps) else "as it is"
+        parts.append(f"learned inverse, {times}, in {_counted(len(steps))}")
+    if exact:
+        listed = [f"{name} ({error:.2g})" if name else f"{error:.2g}" for name, error in list(exact.items())[:3]]
+        more = f" and {len(exact) - len(listed)} more" if len(exact) > len(listed) else ""
+        parts.append(
+            f"exact inverse in {_counted(len(exact))}, where refining the learned one takes more than {MAX_REFINEMENTS} steps; "
+            f"‖RW − I‖/√D: {', '.join(listed)}{more}"
+        )
+    return "; ".join(parts)
+
+
+def _counted(layers: int) -> str:
+    return f"{layers} layer{'s' * (layers != 1)}"

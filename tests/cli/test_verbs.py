@@ -186,12 +186,13 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, number, code):
 
 
 def test_samples_as_pictures(digits_run, tmp_path):
-    assert "wrote 5 samples (learned inverse) to" in ok("sample", digits_run[0], "-n", 5, "-o", tmp_path / "a.png")
+    printed = ok("sample", digits_run[0], "-n", 5, "-o", tmp_path / "a.png")
+    assert "wrote 5 samples to" in printed and "used the learned inverse, refined by" in printed and "in 2 layers" in printed
     with Image.open(tmp_path / "a.png") as image:
         assert min(image.size) >= 8
 
 
-@pytest.mark.parametrize("inverse", ["learned", "exact", "refined"])
+@pytest.mark.parametrize("inverse", ["auto", "learned", "exact", "refined"])
 def test_samples_as_numbers(table_run, tmp_path, inverse):
     for seed, name in ((0, "a"), (0, "b"), (1, "c")):
         ok("sample", table_run[0], "-n", 700, "--inverse", inverse, "--seed", seed, "-o", tmp_path / f"{name}.csv")
@@ -315,8 +316,13 @@ def test_image_scores_average_their_noise(digits_run, tmp_path):
 def test_doctor(digits_run):
     text = ok("doctor", digits_run[0])
     assert "‖RW−I‖" in text and "SelfNormLinear" in text and "round trip" in text
+    assert "distance of samples from the exact ones, ‖g(z) − f⁻¹(z)‖/‖f⁻¹(z)‖: auto " in " ".join(text.split())
+    assert "auto uses: learned inverse, refined by" in text
     (health,) = map(json.loads, ok("doctor", digits_run[0], "--json").splitlines())
     assert len(health["layers"]) == 2
+    assert list(health["sample_error"]) == ["auto", "learned", "refined"]
+    assert health["sample_error"]["auto"] < 1e-3 < health["sample_error"]["learned"]
+    assert health["auto"].startswith("learned inverse, refined by")
 
 
 def test_doctor_repairs_into_a_new_checkpoint(digits_run):
@@ -336,4 +342,5 @@ def test_doctor_repairs_into_a_new_checkpoint(digits_run):
 
 def test_doctor_on_a_flow_without_learned_inverses(tmp_path):
     ok("train", "digits-fc-exact", "--set", "epochs=1", "--set", "test_samples=1", "--run", tmp_path / "run", "-q")
-    assert "No layer stores an inverse" in ok("doctor", tmp_path / "run")
+    text = ok("doctor", tmp_path / "run")
+    assert "No layer stores an inverse" in text and "auto uses: exact inverse\n" in text

@@ -166,9 +166,9 @@ def test_whole_flows(name, device):
     found = examine(flow, x)
     assert tuple(layer.name for layer in found.layers) == flow.reconstruction_names
     assert all(math.isfinite(v) for layer in found.layers for v in vars(layer).values() if isinstance(v, float))
-    assert set(found.round_trip) == {"learned", "exact", "refined"}
+    assert set(found.round_trip) == {"auto", "learned", "exact", "refined"}
     assert found.round_trip["learned"] > 0.01
-    assert found.round_trip["exact"] < 1e-7 and found.round_trip["refined"] < 1e-7
+    assert all(found.round_trip[kind] < 1e-7 for kind in ("auto", "exact", "refined"))
     D = x[0].numel()
     reconstruction = flow.surrogate(x).reconstruction.mean(0)
     for layer, column in zip(found.layers, reconstruction, strict=True):
@@ -191,7 +191,8 @@ def test_each_angle_comes_from_the_gradients_of_its_layer():
 def test_exact_twins_have_no_layer_figures_but_round_trips():
     found = examine(fc_flow(6, linear="exact"), torch.randn(4, 6))
     assert found.layers == ()
-    assert all(error < 1e-12 for error in found.round_trip.values()) and len(found.round_trip) == 3
+    assert all(error < 1e-12 for error in found.round_trip.values()) and len(found.round_trip) == 4
+    assert all(error < 1e-12 for error in found.sample_error.values()) and found.auto == "exact inverse"
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -46,12 +46,12 @@ def test_levels_span_black_to_white_and_outside_is_clamped(tmp_path):
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_sample_sheet_shows_each_kind_enlarged_and_in_order(tmp_path, channels):
-    data, learned, exact = (torch.randint(0, 256, (count, channels, 3, 3)) for count in (4, 2, 1))
-    sample_sheet(tmp_path / "sheet.png", learned, exact, data, 256)
+    data, some, others = (torch.randint(0, 256, (count, channels, 3, 3)) for count in (4, 2, 1))
+    sample_sheet(tmp_path / "sheet.png", data, {"some": some, "others": others}, 256)
     picture = pixels(tmp_path / "sheet.png")
     factor = 280 // 6
     corners = []
-    for image in [*data, *learned, *exact]:
+    for image in [*data, *some, *others]:
         tile = image.permute(1, 2, 0).expand(-1, -1, 3).repeat_interleave(factor, 0).repeat_interleave(factor, 1).numpy()
         corners.append(corner_of(tile, picture))
     (a, b, c, d), (e, f), (g,) = corners[:4], corners[4:6], corners[6:]
@@ -70,7 +70,7 @@ def corner_of(tile, picture):
 @pytest.mark.parametrize(("channels", "side"), [(1, 28), (3, 32)])
 def test_sample_sheet_is_small_even_of_noise(tmp_path, channels, side):
     noise = torch.rand(100, channels, side, side) * 256
-    sample_sheet(tmp_path / "sheet.png", noise, noise, noise, 256)
+    sample_sheet(tmp_path / "sheet.png", noise, {"samples": noise, "learned inverse": noise}, 256)
     assert (tmp_path / "sheet.png").stat().st_size < canvas.MAX_SHEET_BYTES
 
 
@@ -78,10 +78,10 @@ def test_scatter_of_two_columns_keeps_to_the_datas_axes(monkeypatch, tmp_path):
     drawn = capture(monkeypatch)
     data = torch.randn(500, 2) * torch.tensor([1.0, 10.0])
     far = torch.cat([data, torch.full((1, 2), 1e6)])
-    sample_scatter(tmp_path / "s.png", far, data, data, ["u", "v"])
+    sample_scatter(tmp_path / "s.png", data, {"samples": data, "learned inverse": far}, ["u", "v"])
     axes = drawn[0].axes
-    assert [ax.get_title() for ax in axes] == ["data", "learned inverse", "exact inverse"]
-    assert [len(ax.collections[0].get_offsets()) for ax in axes] == [500, 501, 500]
+    assert [ax.get_title() for ax in axes] == ["data", "samples", "learned inverse"]
+    assert [len(ax.collections[0].get_offsets()) for ax in axes] == [500, 500, 501]
     for ax in axes:
         assert ax.get_xlim() == axes[0].get_xlim() and ax.get_ylim() == axes[0].get_ylim()
         assert 2 < ax.get_xlim()[1] < 5 and 20 < ax.get_ylim()[1] < 50 and ax.get_xlabel() == "u"
@@ -91,18 +91,18 @@ def test_scatter_of_two_columns_keeps_to_the_datas_axes(monkeypatch, tmp_path):
 def test_histograms_of_other_tables(monkeypatch, tmp_path, width, panels):
     drawn = capture(monkeypatch)
     data = torch.randn(300, width)
-    sample_scatter(tmp_path / "h.png", data + 1000, data, data)
+    sample_scatter(tmp_path / "h.png", data, {"samples": data, "learned inverse": data + 1000})
     axes = drawn[0].axes
     assert [ax.get_title() for ax in axes] == [f"column {index}" for index in range(panels)]
     for ax in axes:
         step = {patch.get_label(): patch.get_data() for patch in ax.patches}
         mass = {label: (data.values * np.diff(data.edges)).sum() for label, data in step.items()}
-        assert mass["data"] > 0.98 and mass["exact inverse"] > 0.98 and mass["learned inverse"] == 0
+        assert mass["data"] > 0.98 and mass["samples"] > 0.98 and mass["learned inverse"] == 0
     assert (drawn[0].legends[0].get_title().get_text() == "the first 6 of 9 columns") == (width == 9)
 
 
 def test_a_constant_column_has_an_axis_too(tmp_path):
-    sample_scatter(tmp_path / "h.png", torch.ones(5, 1), torch.ones(5, 1), torch.ones(5, 1), ["one"])
+    sample_scatter(tmp_path / "h.png", torch.ones(5, 1), {"samples": torch.ones(5, 1)}, ["one"])
     assert pixels(tmp_path / "h.png").min() < 100
 
 
@@ -184,7 +184,7 @@ def test_a_failed_write_leaves_the_old_picture(monkeypatch, tmp_path):
 def test_figures_leave_pyplot_and_the_import_alone():
     code = (
         "import sys, tempfile, torch; import selfnorm.report.figures as f; assert not {'matplotlib', 'PIL'} & set(sys.modules);"
-        "x = torch.zeros(3, 1, 2, 2); f.sample_sheet(tempfile.mkdtemp() + '/a.png', x, x, x, 2);"
+        "x = torch.zeros(3, 1, 2, 2); f.sample_sheet(tempfile.mkdtemp() + '/a.png', x, {'samples': x}, 2);"
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -197,8 +197,11 @@ def test_figures_leave_pyplot_and_the_import_alone():
         (lambda path: image_grid(path, torch.zeros(0, 1, 3, 3), 256), r"image_grid: expected images .* got \(0, 1, 3, 3\)"),
         (lambda path: image_grid(path, torch.full((1, 1, 3, 3), torch.nan), 256), "expected a finite image, got 9 non-finite"),
         (lambda path: image_grid(path, torch.zeros(1, 1, 3, 3), 0), "expected levels"),
-        (lambda path: sample_scatter(path, torch.zeros(2, 2), torch.zeros(2, 3), torch.zeros(2, 3)), "with the same D"),
-        (lambda path: sample_scatter(path, *[torch.zeros(2, 3)] * 3, ["a"]), "a name for each of the 3 columns, got 1"),
+        (lambda path: sample_scatter(path, torch.zeros(2, 3), {"samples": torch.zeros(2, 2)}), "with the same D"),
+        (
+            lambda path: sample_scatter(path, torch.zeros(2, 3), {"s": torch.zeros(2, 3)}, ["a"]),
+            "a name for each of the 3 columns, got 1",
+        ),
         (lambda path: run_curves(path, [{"kind": "note"}]), "got none among 1"),
     ],
 )

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from selfnorm.data.batches import Examples, generator_for
 from selfnorm.data.dataset import Dataset, fingerprint
+from selfnorm.models import fc_flow
+from selfnorm.report import figures
 from selfnorm.train.checkpoint import read_checkpoint, save_checkpoint
 from selfnorm.train.folder import RunFolder
-from selfnorm.train.run import free_path, start_run
+from selfnorm.train.run import draw_samples, free_path, start_run
 from selfnorm.train.trained import Scores, Trained
 from support.commandline import SHORT, fails, invoke, ok
 from support.small_runs import SMALL
@@ -253,3 +256,23 @@ def test_curves_know_whether_the_training_loss_is_a_likelihood(tmp_path, monkeyp
 def test_a_twin_has_the_same_map():
     for recipe, said in (("digits-conv-emerging", "which has no exact twin"), ("digits-fc-exact", "an exact twin itself")):
         assert said in fails("train", recipe, "--twin", "--set", "epochs=1")
+
+
+@pytest.mark.parametrize(
+    ("linear", "titles"), [("selfnorm", ["data", "samples", "learned inverse"]), ("exact", ["data", "samples"])]
+)
+@pytest.mark.parametrize("shape", [(2,), (1, 4, 4)])
+def test_the_sample_sheet_shows_the_learned_inverse_only_if_there_is_one(linear, titles, shape, tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(figures, "sample_sheet", lambda path, data, samples, levels: drawn.update({"data": data, **samples}))
+    monkeypatch.setattr(figures, "sample_scatter", lambda path, data, samples, columns: drawn.update({"data": data, **samples}))
+    levels = 17 if len(shape) == 3 else None
+    flow = fc_flow(shape, linear=linear, levels=levels).float()
+    with torch.no_grad():
+        for layer in flow.planned_inverses().values():
+            layer.weight_inv.mul_(2)  # which must not warn here
+    table = torch.randint(0, 17, (70, *shape), dtype=torch.uint8) if levels else torch.randn(70, *shape, dtype=torch.float32)
+    draw_samples(tmp_path / "samples.png", flow, Examples(table, levels, torch.device("cpu")), ())
+    assert list(drawn) == titles
+    exact = flow.eval().sample(len(drawn["samples"]), "exact", generator_for(torch.device("cpu"), 0, "sheet"))
+    torch.testing.assert_close(drawn["samples"], exact, rtol=1e-3, atol=1e-3)

@@ -170,5 +170,8 @@ def print_health(health: FlowHealth, as_json: bool) -> None:
     OUT.print(build_table("Stored inverses", columns, rows) if rows else "No layer stores an inverse.")
     trips = ", ".join(f"{inverse} {error:.1e}" for inverse, error in health.round_trip.items())
     OUT.print(f"round trip of prior samples, ‖f(g(z)) − z‖/‖z‖: {trips}")
+    distances = ", ".join(f"{inverse} {error:.1e}" for inverse, error in health.sample_error.items())
+    OUT.print(f"distance of samples from the exact ones, ‖g(z) − f⁻¹(z)‖/‖f⁻¹(z)‖: {distances}")
+    OUT.print(f"auto uses: {health.auto}")
     for note in health.notes:
         OUT.print(f"note: {note}")

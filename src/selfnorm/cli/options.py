@@ -11,6 +11,7 @@ import typer
 
 
 class InverseChoice(StrEnum):
+    auto = "auto"
     learned = "learned"
     exact = "exact"
     refined = "refined"

@@ -75,8 +75,9 @@ def sample(
     run: RunPath,
     n: Annotated[int, typer.Option("-n", min=1, help="Number of samples.")] = 64,
     inverse: Annotated[
-        InverseChoice, typer.Option(help="learned is fastest; exact and refined follow the model's density.")
-    ] = InverseChoice.learned,
+        InverseChoice,
+        typer.Option(help="auto, exact and refined follow the model's density; learned is fastest, and as good as R."),
+    ] = InverseChoice.auto,
     output: Output = None,
     seed: Seed = 0,
     device: Device = "auto",
@@ -88,7 +89,7 @@ def sample(
     image = is_image(checkpoint.shape, checkpoint.levels)
     output = output or free_path(Path("samples.png" if image else "samples.csv"))
     write_samples(output, trained.sample(n, inverse.value, seed), checkpoint.levels, checkpoint.columns)
-    OUT.print(f"wrote {n} samples ({inverse.value} inverse) to {output}")
+    OUT.print(f"wrote {n} samples to {output}\nused the {trained.flow.inverse_used}")
 
 
 @command("score", "selfnorm score runs/fit-measurements new.csv", "selfnorm score runs/fit-measurements new.csv -o scores.csv")

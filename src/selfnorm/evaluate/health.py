@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.bijection import located
-from selfnorm.flow import Flow, Inverse
+from selfnorm.flow import Flow, InaccurateInverseWarning, Inverse
 from selfnorm.layers.linear import ConvMap
 from selfnorm.layers.stored_inverse import StoredInverse
 from selfnorm.linalg.factors import to_float64
@@ -53,11 +53,16 @@ class FlowHealth:
 
     round_trip:  for each kind of inverse, the median over prior samples z of ‖f(g(z)) − z‖/‖z‖; inf where the flow raised an
                  error (a non-finite or out-of-range value, a singular weight).
+    sample_error: for the inverses that are not exact, the median over prior samples z of ‖g(z) − f⁻¹(z)‖/‖f⁻¹(z)‖, with the
+                 exact inverse f⁻¹ in float64; inf as above.
+    auto:        what samples by the inverse "auto" use, in words.
     notes:       remarks on the figures, such as which are estimates, and warnings that the layers gave.
     """
 
     layers: tuple[LayerHealth, ...]
     round_trip: dict[str, float]
+    sample_error: dict[str, float]
+    auto: str
     notes: tuple[str, ...] = ()
 
 
@@ -87,9 +92,13 @@ def examine(flow: Flow, x: Tensor, generator: torch.Generator | None = None) -> 
         notes += remarks
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        round_trip = _round_trips(flow, generator)
+        warnings.simplefilter("ignore", InaccurateInverseWarning)  # the figures say it
+        z = flow.base.sample(SAMPLES, generator=generator)
+        round_trips = {inverse: round_trip(flow, z, inverse) for inverse in get_args(Inverse)}
+        sample_errors = _sample_errors(flow, z)
+        round_trip(flow, z[:1], "auto")  # so that it is the last inverse used
     notes += dict.fromkeys(str(warning.message) for warning in caught)
-    return FlowHealth(tuple(layers), round_trip, tuple(notes))
+    return FlowHealth(tuple(layers), round_trips, sample_errors, flow.inverse_used, tuple(notes))
 
 
 def repair(flow: Flow, x: Tensor | None = None) -> tuple[str, ...]:
@@ -244,14 +253,28 @@ def _is_better(layer: StoredInverse, R: Tensor, h: Tensor) -> bool:
     return not before <= after  # also true if `before` is NaN
 
 
-def _round_trips(flow: Flow, generator: torch.Generator) -> dict[str, float]:
-    """Returns the round-trip error of each kind of inverse, on the same prior samples."""
-    z = flow.base.sample(SAMPLES, generator=generator)
-    return {inverse: round_trip(flow, z, inverse) for inverse in get_args(Inverse)}
+@torch.no_grad()
+def _sample_errors(flow: Flow, z: Tensor) -> dict[str, float]:
+    """Returns the median distance of samples from the exact ones, relative to their size."""
+    kinds: tuple[Inverse, ...] = ("auto", "learned", "refined")
+    wide = to_float64(z)
+    try:
+        exact = copy.deepcopy(flow).to(wide).decode(wide, "exact").flatten(1)
+    except ValueError:
+        return dict.fromkeys(kinds, math.inf)
+    return {inverse: _sample_error(flow, z, inverse, exact) for inverse in kinds}
+
+
+def _sample_error(flow: Flow, z: Tensor, inverse: Inverse, exact: Tensor) -> float:
+    try:
+        x = to_float64(flow.decode(z, inverse)).flatten(1)
+    except ValueError:
+        return math.inf
+    return float(((x - exact).norm(dim=1) / exact.norm(dim=1)).median())
 
 
 @torch.no_grad()
-def round_trip(flow: Flow, z: Tensor, inverse: Inverse = "learned") -> float:
+def round_trip(flow: Flow, z: Tensor, inverse: Inverse) -> float:
     """Returns the median over prior samples z of ‖f(g(z)) − z‖/‖z‖; inf if the flow raises ValueError."""
     wide = to_float64(z).flatten(1)
     try:

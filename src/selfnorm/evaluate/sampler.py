@@ -9,7 +9,9 @@ from typing import Any, NamedTuple, SupportsIndex, get_args
 import torch
 from torch import Tensor, nn
 
+from selfnorm.bijection import InversePlan, PlannedInverse
 from selfnorm.flow import Flow, Inverse
+from selfnorm.runtime.context import step_context
 from selfnorm.runtime.graphs import capturing, error_on_sync, restoring_generator
 from selfnorm.runtime.precision import convolutions_in_tf32, networks_in_bf16, products_in_tf32
 
@@ -19,11 +21,14 @@ GRAPH_DEVICE_TYPE = "cuda"
 class Sampler:
     """Draws the n samples that `flow.sample(n, inverse, generator)` would draw; on a GPU faster from the third call on.
 
-    On a GPU, the learned inverse runs as a CUDA graph: the first call runs normally, the second captures the graph, later ones
-    replay it. The graph reads the weights from their memory, so it sees updates by training or `load_state_dict`. It is captured
-    again when weights move in memory, change dtype or layout, or when the precision of products changes. Calls run without a
-    graph on other devices, and where an inverse waits for the device: the exact and refined ones, and layers with only an exact
-    one.
+    On a GPU, the inverses "auto" and "learned" run as a CUDA graph: the first call runs normally, the second captures the graph,
+    later ones replay it. The graph reads the weights from their memory, so it sees updates by training or `load_state_dict`. With
+    "auto" it has a fixed number of steps for each layer. It compares the weights with those for which the steps were chosen. If
+    they differ, the call runs normally and chooses again, and the graph is captured again if the numbers have changed.
+
+    The graph is also captured again when weights move in memory, change dtype or layout, or when the precision of products
+    changes. Calls run without a graph on other devices, and where an inverse waits for the device: the exact and refined ones,
+    layers with only an exact one, and "auto" if it uses the exact inverse of a layer.
 
     The graph keeps the shapes of its capture, such as the size of the images that the flow saw last. A sampler is not
     thread-safe.
@@ -35,7 +40,7 @@ class Sampler:
     """
 
     def __init__(
-        self, flow: Flow, n: SupportsIndex = 1, inverse: Inverse = "learned", generator: torch.Generator | None = None
+        self, flow: Flow, n: SupportsIndex = 1, inverse: Inverse = "auto", generator: torch.Generator | None = None
     ) -> None:
         if inverse not in get_args(Inverse):
             raise ValueError(f"Sampler: expected inverse to be one of {', '.join(get_args(Inverse))}, got {inverse!r}")
@@ -46,6 +51,9 @@ class Sampler:
         self.flow, self.n, self.inverse, self.generator = flow, _sample_count(n), inverse, generator
         self._conditions: tuple[Any, ...] | None = None  # under which the last call ran
         self._calls = 0  # under these conditions
+        self._layers: list[PlannedInverse] = []  # under these conditions
+        self._tried: _FixedSteps | None = None  # for which the last capture under these conditions was attempted
+        self._versions: list[int] | None = None  # of the weights whose learned inverses were checked last
         self._graph: _CapturedInverse | None = None
 
     def __repr__(self) -> str:
@@ -60,42 +68,75 @@ class Sampler:
     def __call__(self) -> Tensor:
         """Returns n new samples, (n, *shape)."""
         z = self.flow.base.sample(self.n, generator=self.generator)
-        if self.n and self.inverse == "learned" and z.device.type == GRAPH_DEVICE_TYPE:
+        if self.n and self.inverse in ("auto", "learned") and z.device.type == GRAPH_DEVICE_TYPE:
             self._prepare(z)
         if self._graph is not None:
             x = self._graph.run(z)
             if x is not None:
                 return x
-        return self.flow.decode(z, self.inverse)  # this also raises the error for samples that are not finite
+        # Chooses the steps of "auto" again, and raises the error for samples that are not finite.
+        return self.flow.decode(z, self.inverse)
 
     def _prepare(self, z: Tensor) -> None:
-        conditions = _capture_conditions(self.flow, z)
+        conditions, versions = _capture_conditions(self.flow, z)
         if conditions != self._conditions:
-            self._conditions, self._calls, self._graph = conditions, 0, None
+            self._conditions, self._calls, self._tried, self._graph = conditions, 0, None, None
+            self._layers = list(self.flow.planned_inverses().values())
         self._calls += 1
-        if self._calls == 2:  # the first call compiled kernels and let libraries allocate
-            self._graph = _capture_inverse(self.flow.bijection.approx_inverse, z)
+        if self.inverse == "learned" and self._graph is not None and versions != self._versions:
+            self.flow.check_learned_inverses()  # which is left out of the graph
+        self._versions = versions
+        steps = _fixed_steps(self._layers) if self.inverse == "auto" else ()
+        if steps != self._tried and self._calls > 1:  # the first call compiled kernels and let libraries allocate
+            self._tried = steps
+            waits = any(plan.steps is None for plan, _ in steps)
+            self._graph = None if waits else _capture_inverse(self._auto if self.inverse == "auto" else self._learned, z)
+
+    def _learned(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns x by the learned inverse, and whether it is finite."""
+        x = self.flow.bijection.approx_inverse(z)
+        return x, torch.isfinite(x).all()
+
+    def _auto(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns x by the last plans, and whether it is finite and the plans are still right."""
+        with step_context(trusts_plans=True):
+            x = self.flow.bijection.auto_inverse(z)
+        holds = [layer.plan_holds() for layer in self._layers if layer.last_plan is not None]
+        return x, torch.stack([torch.isfinite(x).all(), *holds]).all()
+
+
+_FixedSteps = tuple[tuple[InversePlan, tuple[int, ...]], ...]
+
+
+def _fixed_steps(layers: list[PlannedInverse]) -> _FixedSteps:
+    """Returns what a graph of `auto_inverse` has fixed: the plan of each layer, and where the copies of its weights lie."""
+    plans = [(layer.last_plan, tuple(copy.data_ptr() for copy in layer.planned_weights())) for layer in layers]
+    # The measured error changes with the weights, and does not matter here.
+    return tuple((plan._replace(error=0.0), copies) for plan, copies in plans if plan is not None)
 
 
 class _CapturedInverse(NamedTuple):
-    """A graph that maps z to x, its input and output memory, and whether all of x is finite."""
+    """A graph that maps z to x, its input and output memory, and whether x may be used."""
 
     graph: torch.cuda.CUDAGraph
     z: Tensor
     x: Tensor
-    finite: Tensor
+    valid: Tensor
 
     def run(self, z: Tensor) -> Tensor | None:
         self.z.copy_(z)
         self.graph.replay()
         x = self.x.clone()  # because the next replay overwrites it
-        return x if self.finite else None
+        return x if self.valid else None
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _capture_inverse(function: Callable[[Tensor], Tensor], z: Tensor) -> _CapturedInverse | None:
-    """Returns the function, captured for tensors like z; None if it waits for the device, which cannot be captured."""
+def _capture_inverse(function: Callable[[Tensor], tuple[Tensor, Tensor]], z: Tensor) -> _CapturedInverse | None:
+    """Returns the function from z to x and whether x may be used, captured for tensors like z.
+
+    None if it waits for the device, which cannot be captured.
+    """
     static, graph, stream = torch.empty_like(z).copy_(z), torch.cuda.CUDAGraph(), torch.cuda.Stream(z.device)
     with torch.cuda.device(z.device):
         stream.wait_stream(torch.cuda.current_stream())
@@ -103,17 +144,19 @@ def _capture_inverse(function: Callable[[Tensor], Tensor], z: Tensor) -> _Captur
             with torch.cuda.stream(stream), error_on_sync():  # checked first, since a failed capture has side effects
                 function(static)
             with restoring_generator(z.device), capturing(graph, stream=stream):
-                x = function(static)
-                finite = torch.isfinite(x).all()
+                x, valid = function(static)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
             return None
-    return _CapturedInverse(graph, static, x, finite)
+    return _CapturedInverse(graph, static, x, valid)
 
 
-def _capture_conditions(flow: Flow, z: Tensor) -> tuple[Any, ...]:
-    """Returns everything that a captured graph relies on: the memory and layout of tensors, and the precision of products."""
+def _capture_conditions(flow: Flow, z: Tensor) -> tuple[tuple[Any, ...], list[int]]:
+    """Returns everything that a captured graph relies on: the memory and layout of tensors, and the precision of products.
+
+    Also returns the versions of the tensors, which grow when torch writes to them.
+    """
     modules: list[nn.Module] = [flow]
     tensors: list[Tensor] = []
     while modules:  # like `flow.modules()`, but much faster
@@ -123,7 +166,8 @@ def _capture_conditions(flow: Flow, z: Tensor) -> tuple[Any, ...]:
     layout = [(value.data_ptr(), value.dtype, value.shape, value.stride()) for value in tensors]
     rounding = products_in_tf32(), convolutions_in_tf32(), networks_in_bf16()
     autocast = torch.is_autocast_enabled(z.device.type), torch.get_autocast_dtype(z.device.type)
-    return z.device, z.dtype, z.shape, layout, rounding, autocast
+    versions = [0 if value.is_inference() else value._version for value in tensors]
+    return (z.device, z.dtype, z.shape, layout, rounding, autocast), versions
 
 
 def _sample_count(n: SupportsIndex) -> int:

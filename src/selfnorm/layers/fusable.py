@@ -38,3 +38,7 @@ class FusableLayer(Bijection):
     def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
         fused = None if torch.is_grad_enabled() else self._fused_inverse(z, context=context)
         return self.inverse(z, context=context)[0] if fused is None else fused
+
+    @final
+    def auto_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
+        return self.approx_inverse(z, context=context)

@@ -11,6 +11,7 @@ from torch import Tensor
 from selfnorm.bijection import Bijection, Chain, Surrogate, joined_names, located
 from selfnorm.runtime.checks import describe, event_shape, expect_shape, positive_int
 from selfnorm.runtime.context import current_step
+from selfnorm.runtime.shapes import ShapeMemory
 
 
 class Squeeze(Bijection):
@@ -42,8 +43,9 @@ class Squeeze(Bijection):
         return patches.reshape(n, channels // (f * f), height * f, width * f), z.new_zeros(n)
 
 
-class Flatten(Bijection):
-    """(N, *shape) → (N, D). Without a shape it takes any, and `inverse` returns to the last shape seen."""
+class Flatten(ShapeMemory, Bijection):
+    """(N, *shape) → (N, D). Without a shape it takes any, and `inverse` returns to the last shape seen, before or after it was
+    saved and loaded."""
 
     def __init__(self, shape: int | Sequence[int] | None = None) -> None:
         super().__init__()
@@ -71,7 +73,7 @@ class Flatten(Bijection):
         return z.reshape(z.shape[0], *self._seen), z.new_zeros(z.shape[0])
 
 
-class Split(Bijection):
+class Split(ShapeMemory, Bijection):
     """Sends half of the channels through `rest` and factors out the other half. The latent is one flat vector.
 
     The half that is factored out goes through `prior`, if given: a bijection whose context is the half that stays. The caller's
@@ -79,7 +81,7 @@ class Split(Bijection):
     even number of channels.
 
     If `rest` ends with `Flatten(shape)`, `inverse` knows the shape from the start. If its latent is not flat, `inverse` uses the
-    shape that the last forward pass saw.
+    shape that the last forward pass saw, which is part of the state dict.
 
     >>> from selfnorm import Chain
     >>> split = Split(Chain(Squeeze()))
@@ -95,7 +97,6 @@ class Split(Bijection):
                 raise ValueError(f"Split: expected {name} to be a Bijection, got {type(part).__name__}")
         self.rest = rest
         self.prior = Chain() if prior is None else prior  # the empty chain is the identity
-        self._rest_shape: tuple[int, ...] | None = None
 
     @property
     def reconstruction_names(self) -> tuple[str, ...]:
@@ -143,6 +144,14 @@ class Split(Bijection):
             leave = self.prior.refined_inverse(leave.reshape(stay.shape), context=stay, tolerance=tolerance)
         return torch.cat([stay, leave], dim=1)
 
+    def auto_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
+        done, leave = self._unflatten(z)
+        with located("rest"):
+            stay = self.rest.auto_inverse(done, context=context)
+        with located("prior"):
+            leave = self.prior.auto_inverse(leave.reshape(stay.shape), context=stay)
+        return torch.cat([stay, leave], dim=1)
+
     def initialize(self, x: Tensor, *, context: Tensor | None = None) -> None:
         stay, leave = self._halves(x)
         with located("rest"):
@@ -163,17 +172,17 @@ class Split(Bijection):
         return stay, leave
 
     def _flatten(self, done: Tensor, leave: Tensor) -> Tensor:
-        if done.dim() > 2 and done.shape[1:] != self._rest_shape:
-            self._rest_shape = tuple(done.shape[1:])
+        if done.dim() > 2 and done.shape[1:] != self._seen:
+            self._seen = tuple(done.shape[1:])
         return torch.cat([done.flatten(1), leave.flatten(1)], dim=1)
 
     def _unflatten(self, z: Tensor) -> tuple[Tensor, Tensor]:
         if z.dim() != 2 or z.shape[1] % 2:
             raise ValueError(f"Split: expected a flat latent (N, D) with D even, got {tuple(z.shape)}")
         done, leave = z.chunk(2, dim=1)
-        if self._rest_shape is not None:
-            if done.shape[1] != math.prod(self._rest_shape):
-                expected = 2 * math.prod(self._rest_shape)
+        if self._seen is not None:
+            if done.shape[1] != math.prod(self._seen):
+                expected = 2 * math.prod(self._seen)
                 raise ValueError(f"Split: expected a flat latent (N, {expected}), got {tuple(z.shape)}")
-            done = done.reshape(z.shape[0], *self._rest_shape)
+            done = done.reshape(z.shape[0], *self._seen)
         return done, leave

@@ -20,6 +20,11 @@ def to_float64(x: Tensor) -> Tensor:
     return x.to("cpu" if x.device.type == "mps" else x.device, torch.float64)
 
 
+def is_copy(copy: Tensor, value: Tensor) -> bool:
+    """Returns whether a copy still has the dtype, device and entries of a tensor. Waits for the device."""
+    return copy.dtype == value.dtype and copy.device == value.device and torch.equal(copy, value)
+
+
 class ExactFactors:
     """Caches log|det W| and, on request, LU factors of the square blocks into which a form splits W.
 
@@ -38,14 +43,7 @@ class ExactFactors:
         self._lu: tuple[Tensor, Tensor] | None = None
 
     def _is_for(self, weight: Tensor, form: BlockForm) -> bool:
-        cached = self._weight
-        return (
-            cached is not None
-            and form == self._form
-            and cached.dtype == weight.dtype
-            and cached.device == weight.device
-            and torch.equal(cached, weight)
-        )
+        return self._weight is not None and form == self._form and is_copy(self._weight, weight)
 
     # A later backward pass may use the cached tensors, so they must not be created in inference mode.
     @torch.inference_mode(False)

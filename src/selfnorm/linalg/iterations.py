@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+# For Gaussian probes ω_1 … ω_m, ‖A‖ ≤ NORM_FACTOR·max ‖Aω_i‖ with a probability of at least 1 − 10^−m (Halko, Martinsson & Tropp,
+# 2011, lemma 4.1).
+NORM_FACTOR = 10 * math.sqrt(2 / math.pi)
+NORM_PROBES = 16
+MAX_REFINEMENTS = 32
+# Each read waits for the device. The powers of a good R need one.
+POWERS_PER_READ = 8
 
 
 def refine(
@@ -40,6 +49,42 @@ def refine(
         residual, error = residual_of(x)
         smallest, stale = (error, 0) if error < 0.9 * smallest else (smallest, stale + 1)
     return x, error
+
+
+def count_refinements(
+    forward: Callable[[Tensor], Tensor], approx_inverse: Callable[[Tensor], Tensor], probes: Tensor, tolerance: float
+) -> tuple[int | None, float]:
+    """Returns the number of steps x ← x + R(z − Wx) that invert W to a tolerance, and an estimate of ‖RW − I‖_F/√D.
+
+    Started at x = Rz, k steps leave the error E^(k+1)·W⁻¹z, where E = I − RW. The number is the smallest k ≤ MAX_REFINEMENTS with
+    ‖E^(k+1)‖ ≤ tolerance, so that ‖x − W⁻¹z‖ ≤ tolerance·‖W⁻¹z‖ for every z; None if there is none. The norm is bounded from
+    above by its effect on the probes. For an E without a preferred direction the bound is about 8√D times too large, and k a
+    few steps too large.
+
+    probes: Gaussian vectors (NORM_PROBES, …). Cost: 2(k + 1) products with each of them, rounded up to whole reads.
+    """
+    power, norms, bounds = probes, [], []
+    for count in range(1, MAX_REFINEMENTS + 2):
+        power = power - approx_inverse(forward(power))  # E^count·ω
+        norms.append(power.flatten(1).norm(dim=1))
+        if count % POWERS_PER_READ == 0 or count > MAX_REFINEMENTS:
+            largest = torch.stack([norm.max() for norm in norms])
+            error, *bounds = torch.cat([norms[0].square().mean().sqrt()[None], NORM_FACTOR * largest]).tolist()
+            if min(bounds) <= tolerance or not math.isfinite(bounds[-1]):
+                break
+    steps = next((steps for steps, bound in enumerate(bounds) if bound <= tolerance), None)
+    return steps, error / math.sqrt(probes[0].numel())
+
+
+def sampling_tolerance(dtype: torch.dtype) -> float:
+    """Returns √eps, the relative error that each layer of `auto_inverse` may add: 3e-4 in float32, 1.5e-8 in float64."""
+    return math.sqrt(torch.finfo(dtype).eps)
+
+
+def white_noise(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Returns NORM_PROBES Gaussian vectors of a shape, always the same ones, in the dtype and on the device of `like`."""
+    generator = torch.Generator().manual_seed(0)  # its own, so that looking at a flow changes no other draw
+    return torch.randn(NORM_PROBES, *shape, generator=generator, dtype=torch.float32, device="cpu").to(like)
 
 
 def default_tolerance(dtype: torch.dtype) -> float:

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 IMAGE_GAP = 2  # pixels between images
-COLOURS = {"data": "0.45", "learned inverse": "tab:blue", "exact inverse": "tab:orange"}
+COLOURS = ("0.45", "tab:blue", "tab:orange", "tab:green")  # of the data, and of each kind of samples
 
 
-def sample_sheet(path: str | Path, learned: Tensor, exact: Tensor, data: Tensor, levels: int) -> None:
-    """Draws data, samples by the learned inverse and samples by the exact inverse side by side: up to 64 of (n, C, H, W) each.
+def sample_sheet(path: str | Path, data: Tensor, samples: Mapping[str, Tensor], levels: int) -> None:
+    """Draws data and samples side by side, each kind of samples under its title: up to 64 of (n, C, H, W) each.
 
     Values are in [0, levels), dequantised or not; values outside are clamped. Pixels are enlarged by an integer factor, so they
     stay square and sharp.
     """
-    images = {"data": data, "learned inverse": learned, "exact inverse": exact}
+    images = {"data": data, **samples}
     batches = [_displayed_pixels("sample_sheet", batch[:64], levels) for batch in images.values()]
     factor = max(1, 280 // max(_grid_columns(len(batch)) * max(batch.shape[1:3]) for batch in batches))
     grids = [_tiled(batch.repeat(factor, 1).repeat(factor, 2)) for batch in batches]
@@ -61,13 +61,13 @@ def image_grid(path: str | Path, images: Tensor, levels: int) -> None:
     write_png(path, png_bytes(Image.fromarray(grid[:, :, 0] if grid.shape[2] == 1 else grid)))
 
 
-def sample_scatter(path: str | Path, learned: Tensor, exact: Tensor, data: Tensor, columns: Sequence[str] | None = None) -> None:
-    """Draws samples of a table (n, D) next to its data: three scatter plots if D = 2, else histograms of the first 6 columns.
+def sample_scatter(path: str | Path, data: Tensor, samples: Mapping[str, Tensor], columns: Sequence[str] | None = None) -> None:
+    """Draws a table (n, D) and kinds of samples under their titles: scatter plots if D = 2, else histograms of 6 columns at most.
 
     The axes span the data without its outermost half per cent. Samples outside are not drawn, but they are counted in the
     normalisation of the histograms.
     """
-    tables = {"data": data, "learned inverse": learned, "exact inverse": exact}
+    tables = {"data": data, **samples}
     values = {title: _table(title, table, data) for title, table in tables.items()}
     width = data.shape[1]
     names = [f"column {index}" for index in range(width)] if columns is None else list(columns)
@@ -75,10 +75,11 @@ def sample_scatter(path: str | Path, learned: Tensor, exact: Tensor, data: Tenso
         raise ValueError(f"sample_scatter: expected a name for each of the {width} columns, got {len(names)}: {names}")
     limits = [_limits(values["data"][:, index]) for index in range(min(width, 6))]
     if width == 2:
-        figure = new_figure(9, 3.3)
-        for ax, (title, points) in zip(figure.subplots(1, 3, sharex=True, sharey=True), values.items(), strict=True):
+        figure = new_figure(3 * len(values), 3.3)
+        axes = figure.subplots(1, len(values), sharex=True, sharey=True)
+        for ax, (title, points), colour in zip(axes, values.items(), COLOURS, strict=False):
             size = min(6.0, 300 / math.sqrt(len(points) + 1))
-            ax.scatter(*points.T, s=size, color=COLOURS[title], alpha=0.6, linewidths=0, rasterized=True)
+            ax.scatter(*points.T, s=size, color=colour, alpha=0.6, linewidths=0, rasterized=True)
             ax.set(title=title, xlabel=names[0], xlim=limits[0], ylim=limits[1])
         figure.axes[0].set_ylabel(names[1])
     else:
@@ -263,9 +264,9 @@ def _layer_lines(ax: Axes, x: Array, y: Array, names: Sequence[str]) -> None:
 
 def _histograms(ax: Axes, series: Mapping[str, Array], limits: tuple[float, float]) -> None:
     edges = np.linspace(*limits, 41)
-    for title, values in series.items():
+    for (title, values), colour in zip(series.items(), COLOURS, strict=False):
         heights = np.histogram(values, edges)[0] / (max(1, len(values)) * (edges[1] - edges[0]))
-        ax.stairs(heights, edges, label=title, color=COLOURS[title], fill=title == "data", alpha=0.35 if title == "data" else 1)
+        ax.stairs(heights, edges, label=title, color=colour, fill=title == "data", alpha=0.35 if title == "data" else 1)
     ax.set_ylim(bottom=0)
 
 

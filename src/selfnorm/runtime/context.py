@@ -43,6 +43,8 @@ class StepContext:
                      keeps the value that it last got from a loss.
     observer:        called in place of each layer's `surrogate`, with the layer and its arguments; used for profiling.
     kernel_devices:  the device types on which Triton kernels replace plain PyTorch.
+    trusts_plans:    whether `auto_inverse` follows the layers' last plans without a check that they are still right, for which
+                     it would have to wait for the device; used to capture samples.
     """
 
     branches: Branches | None = None
@@ -51,6 +53,7 @@ class StepContext:
     inverse_likelihood: bool | None = None
     observer: Callable[..., Any] | None = None
     kernel_devices: tuple[str, ...] = ("cuda",)
+    trusts_plans: bool = False
 
     def on_side_stream(self, *reads: Tensor, recorded: bool = False) -> AbstractContextManager[Any]:
         """Context manager that runs its block on a side stream, if the step has any. Call `join` before you use the results.
