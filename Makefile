@@ -26,7 +26,7 @@ gpu-test: .venv/ready
 	$(MAKE) results
 
 bench: .venv/ready
-	for script in layers emerging norm debiasing digits_twins stability drift kills loop_overhead training_memory; do $(BIN)/python benchmarks/$$script.py || exit 1; done
+	for script in layers emerging norm digits_twins stability drift kills loop_overhead training_memory; do $(BIN)/python benchmarks/$$script.py || exit 1; done
 
 # RESULTS.md, from results/.
 results: .venv/ready

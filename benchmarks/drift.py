@@ -30,7 +30,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "one-sided": (),
     "one-sided, λ = 0.1": ("weight=0.1",),
     "one-sided, λ = 0.1, 8 probes": ("weight=0.1", "probes=8"),
-    "one-sided, standardisation, λ = 5": ("standardize=true", "weight=5"),
+    "one-sided, standardisation, λ = 0.3": ("standardize=true", "weight=0.3"),
     "tracked by Newton–Schulz": ("kind=tracked",),
 }
 MEASUREMENTS = 8
