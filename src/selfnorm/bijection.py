@@ -100,7 +100,7 @@ class PlannedInverse(Protocol):
         ...
 
     def inverse_error(self) -> float | None:
-        """Returns an estimate of ‖RW − I‖_F/√D, given the shape that `approx_inverse` saw last; None before its first call."""
+        """Returns an estimate of ‖RW − I‖_F/√D on examples of the shape that the layer saw last; None before the first batch."""
         ...
 
 

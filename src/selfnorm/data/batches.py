@@ -91,6 +91,11 @@ class Examples:
             batch = self.gather(torch.arange(start, min(start + batch_size, len(self))))
             yield dequantise(batch, self.levels, self.dtype, generator_for(self.device, seed, "evaluate", sample, start))
 
+    def subset(self, n: int, seed: int, purpose: str) -> Examples:
+        """Returns n of the examples (or all, if fewer), drawn at random."""
+        order = torch.randperm(len(self), generator=generator_for(torch.device("cpu"), seed, purpose))[:n]
+        return Examples(self.stored[order.to(self.stored.device)], self.levels, self.device, self.dtype)
+
     def random_examples(self, n: int, seed: int) -> Tensor:
         """Returns n random examples (or all, if fewer), dequantised: for initialisation, diagnosis and pictures."""
         order = torch.randperm(len(self), generator=generator_for(torch.device("cpu"), seed, "spread"))[:n]

@@ -10,15 +10,17 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, get_args
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from selfnorm.bijection import located
-from selfnorm.flow import Flow, InaccurateInverseWarning, Inverse
+from selfnorm.evaluate.inputs import recorded_inputs
+from selfnorm.flow import LARGEST_ERROR, Flow, InaccurateInverseWarning, Inverse
 from selfnorm.layers.linear import ConvMap
 from selfnorm.layers.stored_inverse import StoredInverse
 from selfnorm.linalg.factors import to_float64
@@ -45,6 +47,7 @@ class LayerHealth:
     # ‖exact gradient‖ as a fraction of ‖its data term‖ + ‖its log-determinant term‖. Near convergence the two terms cancel, the
     # fraction goes to 0 and `angle`, taken between small differences, says little; `log_det_angle` keeps its meaning.
     gradient_size: float
+    stability_ratio: float | None = None  # `stability_ratios`; None unless the paper's objective trained the layer
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class FlowHealth:
     sample_error: for the inverses that are not exact, the median over prior samples z of ‖g(z) − f⁻¹(z)‖/‖f⁻¹(z)‖, with the
                  exact inverse f⁻¹ in float64; inf as above.
     auto:        what samples by the inverse "auto" use, in words.
-    notes:       remarks on the figures, such as which are estimates, and warnings that the layers gave.
+    notes:       remarks on the figures, such as which are estimates, why a learned inverse is far off, and warnings that the
+                 layers gave.
     """
 
     layers: tuple[LayerHealth, ...]
@@ -68,11 +72,20 @@ class FlowHealth:
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def examine(flow: Flow, x: Tensor, generator: torch.Generator | None = None) -> FlowHealth:
+def examine(
+    flow: Flow,
+    x: Tensor,
+    generator: torch.Generator | None = None,
+    *,
+    ratios: Mapping[str, float | None] = MappingProxyType({}),
+) -> FlowHealth:
     """Measures the stored inverses of a flow on a batch of data. Works on a copy in eval mode and leaves the flow unchanged.
 
-    generator: for the noise and the prior samples, on the device of x; by default one with a fixed seed. Cost: for each layer a
-    factorisation and singular values, O(m³) for blocks of m rows, and up to MAX_EXACT_SIZE products with R and W.
+    generator:  for the noise and the prior samples, on the device of x; by default one with a fixed seed.
+    ratios:     the `stability_ratios` of the loss that trained the flow, to name the cause of an error.
+
+    Cost: for each layer a factorisation and singular values, O(m³) for blocks of m rows, and up to MAX_EXACT_SIZE products with
+    R and W.
     """
     if len(x) == 0:
         raise ValueError("examine: expected at least one example, got none")
@@ -88,8 +101,10 @@ def examine(flow: Flow, x: Tensor, generator: torch.Generator | None = None) -> 
     layers, notes = [], []
     for (name, layer), exact_gradient, gradient in zip(named.items(), exact, surrogate, strict=True):
         health, remarks = _examine_layer(name, layer, inputs[name], exact_gradient, gradient, generator)
+        health = replace(health, stability_ratio=ratios.get(name))
+        learned = name in flow.reconstruction_names
         layers.append(health)
-        notes += remarks
+        notes += [*remarks, *(_causes(health) if learned else [])]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.simplefilter("ignore", InaccurateInverseWarning)  # the figures say it
@@ -131,25 +146,8 @@ def _layers_with_inverse(flow: Flow) -> Iterator[tuple[str, StoredInverse]]:
 
 def _log_prob_and_inputs(flow: Flow, named: dict[str, StoredInverse], x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns log p(x), and for each layer the input h that it received, in float64."""
-    inputs: dict[str, Tensor] = {}
-
-    def keeper(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            inputs.setdefault(name, to_float64(args[0].detach()))
-
-        return keep
-
-    hooks = [layer.register_forward_hook(keeper(name)) for name, layer in named.items()]
-    try:
+    with recorded_inputs(named) as inputs:
         log_prob = flow.log_prob(x)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for name in named.keys() - inputs.keys():
-        raise ValueError(
-            f"examine: expected the flow to call its layer {name!r} as layer(x), got no call; a bijection of your own must call "
-            "its parts like that, not through forward()"
-        )
     return log_prob, inputs
 
 
@@ -193,6 +191,27 @@ def _examine_layer(
         gradient_size=float(exact_gradient.norm() / (data_term.norm() + exact_term.norm())),
     )
     return health, notes
+
+
+def _causes(layer: LayerHealth) -> list[str]:
+    """Returns why a learned inverse is far off, or will be, and what to do."""
+    place, ratio = f"layer {layer.name}".strip(), layer.stability_ratio or 0.0
+    far_off = not layer.distance <= LARGEST_ERROR
+    if ratio > 1:
+        return [
+            f"{place}: the paper's objective {'lost' if far_off else 'will lose'} its inverse, because the stability ratio "
+            f"1/(8λ·λ_min(E[hhᵀ])) is {ratio:.3g}, above 1; train with inverse_likelihood=false"
+        ]
+    if not far_off:
+        return []
+    if 100 * layer.data_reconstruction < layer.noise_reconstruction:
+        return [
+            f"{place}: R reconstructs the data but not white noise: it is wrong in directions in which the data hardly varies"
+        ]
+    return [
+        f"{place}: R does not reconstruct the data either: it was trained too little, with too small a reconstruction_weight, or "
+        "not by `Loss`; a k×k kernel may also be too small to hold an inverse"
+    ]
 
 
 def _wide_gradients(value: Tensor, weights: list[Tensor]) -> list[Tensor]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from selfnorm.data.batches import Examples, generator_for
+from selfnorm.data.batches import Examples
 from selfnorm.flow import Flow
 from selfnorm.runtime.precision import Precision
 from selfnorm.runtime.precision import precision as using_precision
@@ -111,6 +111,5 @@ def likelihood(
 
 def reference_scores(flow: Flow, train: Examples, batch_size: int, seed: int, watch: Callable[[], None] = lambda: None) -> Tensor:
     """Returns the sorted log-likelihoods of up to 10,000 training examples, to compare the scores of new examples with."""
-    order = torch.randperm(len(train), generator=generator_for(torch.device("cpu"), seed, "reference"))[:MAX_REFERENCE_EXAMPLES]
-    some = Examples(train.stored[order.to(train.stored.device)], train.levels, train.device)
+    some = train.subset(MAX_REFERENCE_EXAMPLES, seed, "reference")
     return mean_log_likelihoods(flow, some, batch_size=batch_size, seed=seed, watch=watch).sort().values

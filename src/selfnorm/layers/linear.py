@@ -28,7 +28,7 @@ class LinearMap(Bijection):
     the layer's own kernels, or if that is None `_plain(x)`, the same in separate operations.
     """
 
-    # One example's shape in the last batch that `surrogate` saw. Not state: a convolution takes images of any size.
+    # One example's shape in the last batch, in either direction. Not state: a convolution takes images of any size.
     example_shape: tuple[int, ...] = ()
 
     weight: Tensor
@@ -63,15 +63,15 @@ class LinearMap(Bijection):
         raise NotImplementedError
 
     def check_input(self, x: Tensor) -> None:
-        """Raises ValueError for a batch of the wrong shape, dtype or device."""
+        """Raises ValueError for a batch of the wrong shape, dtype or device; remembers the shape of a right one's examples."""
         self.check_shape(x)
         expect_like(self, x, self.weight)
+        self.example_shape = tuple(x.shape[1:])
 
     @final
     @in_full_precision
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:
         self.check_input(x)
-        self.example_shape = tuple(x.shape[1:])
         fused = self._fused(x)
         return self._plain(x) if fused is None else fused
 

@@ -33,7 +33,6 @@ class StoredInverse(LinearMap):
         super().__init__(*args, **options)
         self._plan: InversePlan | None = None
         self._planned_for: tuple[Tensor, Tensor] | None = None  # copies of W and R
-        self._latent_shape: tuple[int, ...] | None = None  # of the last example that `approx_inverse` saw
 
     def apply_inverse(self, z: Tensor) -> Tensor:
         """Returns Rz."""
@@ -46,7 +45,6 @@ class StoredInverse(LinearMap):
     @in_full_precision
     def approx_inverse(self, z: Tensor, *, context: Tensor | None = None) -> Tensor:
         self.check_input(z)
-        self._latent_shape = tuple(z.shape[1:])
         return self.apply_inverse(z - self.broadcast_bias())
 
     @in_full_precision
@@ -109,10 +107,10 @@ class StoredInverse(LinearMap):
     @torch.inference_mode(False)
     @torch.no_grad()
     def inverse_error(self) -> float | None:
-        """Returns an estimate of ‖RW − I‖_F/√D, given the shape that `approx_inverse` saw last; None before its first call."""
-        if self._latent_shape is None:
+        """Returns an estimate of ‖RW − I‖_F/√D on examples of the shape that the layer saw last; None before the first batch."""
+        if not self.example_shape:
             return None
-        noise = white_noise(self._probed_shape(self._latent_shape), self.weight)
+        noise = white_noise(self._probed_shape(self.example_shape), self.weight)
         with full_float32():
             error = self.apply_inverse(self.apply_weight(noise)) - noise
         return math.sqrt(float(error.square().mean()))
