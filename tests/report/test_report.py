@@ -148,6 +148,19 @@ def test_curves_have_the_panels_there_is_something_for(monkeypatch, tmp_path, la
     assert layers == 0 or len(drawn[0].axes[2].lines) == layers
 
 
+def test_curves_show_the_inverses_and_the_bound_of_the_paper(monkeypatch, tmp_path):
+    drawn = capture(monkeypatch)
+    records = list(run_records(5, 2, lambda epoch: 1.0))
+    for record in records:
+        if record["kind"] == "validation":
+            record |= {"inverse_error": [0.01, 0.02], "stability_ratio": [0.5, None]}
+    run_curves(tmp_path / "c.png", records, ["3", "5"])
+    *_, error, ratio = drawn[0].axes
+    assert len(drawn[0].axes) == 5 and error.get_title() == "error of the learned inverse"
+    assert [set(line.get_ydata()) for line in error.lines] == [{0.01}, {0.02}]
+    assert [*ratio.lines[2].get_ydata()] == [1, 1] and set(ratio.lines[0].get_ydata()) == {0.5}
+
+
 def test_a_training_loss_is_called_a_likelihood_only_if_it_is_one(monkeypatch, tmp_path):
     drawn = capture(monkeypatch)
     for exact in (False, True):

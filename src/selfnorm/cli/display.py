@@ -142,10 +142,12 @@ def print_health(health: FlowHealth, as_json: bool) -> None:
     if as_json:
         print_json(asdict(health))
         return
+    with_ratios = any(layer.stability_ratio is not None for layer in health.layers)
     columns = (
         "layer",
         "D",
         "‖RW−I‖/√D",
+        *(["stability ratio"] if with_ratios else []),
         "cond W",
         "data error",
         "noise error",
@@ -158,6 +160,7 @@ def print_health(health: FlowHealth, as_json: bool) -> None:
             f"{layer.name} {layer.layer.split('(')[0]}",
             f"{layer.dimensions}",
             f"{layer.distance:.2e}",
+            *([short_number(layer.stability_ratio)] if with_ratios else []),
             "–" if layer.condition is None else f"{layer.condition:.1f}",
             f"{layer.data_reconstruction:.1e}",
             f"{layer.noise_reconstruction:.1e}",

@@ -83,6 +83,8 @@ class TrainingDisplay:
         elif kind == "rollback":
             raised = max(record.get("reconstruction_weight", record.get("weight", [])), default=0.0)
             ERR.print(f"rolled back to epoch {record['epoch']}, λ raised to {raised:g}: {record['reason']}", style="yellow")
+        elif kind == "warning":
+            ERR.print(f"{self.name}, epoch {record['epoch']}: {record['message']}", style="yellow")
         if self._live:
             if kind == "step":
                 self._live.update(self._task, total=record["total"], completed=record["step"], **self._shown)

@@ -28,7 +28,7 @@ from selfnorm.cli.options import (
     resolve_device,
 )
 from selfnorm.data.dataset import is_image
-from selfnorm.evaluate.health import examine, repair
+from selfnorm.evaluate.health import repair
 from selfnorm.runtime.files import replacing
 from selfnorm.train.checkpoint import save_checkpoint
 from selfnorm.train.experiments import RECIPES, find_recipe
@@ -164,11 +164,11 @@ def doctor(
     inverses for linear layers and 1×1 kernels, and least-squares ones for larger kernels where that improves on the learned one.
     """
     trained = Trained.open(run, resolve_device(device))
-    x = trained.examples("train", absolute_folder(data)).random_examples(examples, seed=0)
-    print_health(examine(trained.flow, x), json)
+    folder = absolute_folder(data)
+    print_health(trained.health(examples, folder), json)
     if not repair_inverses:
         return
-    repaired = repair(trained.flow, x)
+    repaired = repair(trained.flow, trained.examples("train", folder).random_examples(examples, seed=0))
     if not repaired:
         ERR.print("nothing to repair; no file was written")
         return
@@ -177,7 +177,7 @@ def doctor(
     save_checkpoint(output, replace(trained.checkpoint, tensors=tensors))
     if not json:
         OUT.print(f"\nrepaired {', '.join(repaired)}; written to {output}")
-    print_health(examine(trained.flow, x), json)
+    print_health(trained.health(examples, folder), json)
 
 
 def _write_csv(stream: TextIO, rows: list[dict[str, Any]]) -> None:

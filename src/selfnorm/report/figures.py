@@ -99,9 +99,10 @@ def sample_scatter(path: str | Path, data: Tensor, samples: Mapping[str, Tensor]
 
 
 def run_curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Sequence[str] = (), *, exact: bool = False) -> None:
-    """Draws the metrics of a run: validation NLL, training loss, reconstruction error of each layer, and λ if it varies.
+    """Draws the metrics of a run: validation NLL, training loss, the errors of each layer's inverse, and λ if it varies.
 
-    records:  of kind "validation" (epoch, nll) and "epoch" (epoch, surrogate; reconstruction and λ by layer).
+    records:  of kind "validation" (epoch, nll; error of the inverse and stability ratio by layer) and "epoch" (epoch, surrogate;
+              reconstruction and λ by layer).
     names:    of the layers, for the legend; with more than 6 layers a colour scale from first to last replaces them.
     exact:    whether the training loss is a likelihood; otherwise only its gradient is meaningful.
     """
@@ -111,17 +112,23 @@ def run_curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Se
     validations = [record for record in records if record.get("kind") == "validation"]
     at, when = _series(epochs, "epoch"), _series(validations, "epoch")
     loss, nll = _series(epochs, "surrogate"), _series(validations, "nll")
-    reconstruction, weight = _by_layer(epochs, "reconstruction"), _by_layer(epochs, "reconstruction_weight", "weight")
+    by_layer = {
+        ("reconstruction error on data", "‖RWh − h‖²/D"): (at, _by_layer(epochs, "reconstruction")),
+        ("error of the learned inverse", "‖RW − I‖/√D"): (when, _by_layer(validations, "inverse_error")),
+        ("stability ratio, unstable above 1", "1/(8λ·λ_min(E[hhᵀ]))"): (when, _by_layer(validations, "stability_ratio")),
+    }
+    by_layer = {title: (x, y) for title, (x, y) in by_layer.items() if y.size}
+    weight = _by_layer(epochs, "reconstruction_weight", "weight")
     varies = weight.size > 0 and not np.all(weight == weight.flat[0])
 
-    panels = [len(nll) > 0, len(loss) > 0, reconstruction.size > 0, varies]
-    if not any(panels):
+    count = (len(nll) > 0) + (len(loss) > 0) + len(by_layer) + varies
+    if not count:
         raise ValueError(f"curves: expected records of kind 'epoch' or 'validation', got none among {len(records)}")
-    across = 2 if all(panels) else sum(panels)
-    down = math.ceil(sum(panels) / across)
+    across = min(count, 2 if count == 4 else 3)
+    down = math.ceil(count / across)
     figure = new_figure(4.6 * across, 3.2 * down)
-    axes = iter([figure.add_subplot(down, across, index + 1) for index in range(sum(panels))])
-    if panels[0]:
+    axes = iter([figure.add_subplot(down, across, index + 1) for index in range(count)])
+    if len(nll):
         ax = next(axes)
         _robust_line(ax, when, nll)
         ax.set(title="exact validation NLL", ylabel="nats")
@@ -130,17 +137,19 @@ def run_curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Se
             label = f"best: {nll[best]:.2f} at epoch {when[best]:g}"
             ax.plot(when[best], nll[best], "o", color="tab:red", label=label, clip_on=False, zorder=3)
             ax.legend(frameon=False, loc="upper right")
-    if panels[1]:
+    if len(loss):
         ax = next(axes)
         _robust_line(ax, at, loss)
         ax.set(title="exact training NLL" if exact else "surrogate training loss (not a likelihood)", ylabel="nats")
-    if panels[2]:
+    for (title, label), (x, y) in by_layer.items():
         ax = next(axes)
-        _layer_lines(ax, at, reconstruction, names)
-        if (reconstruction > 0).any():
+        _layer_lines(ax, x, y, names)
+        if (y > 0).any():
             ax.set_yscale("log", nonpositive="mask")
-        ax.set(title="reconstruction error", ylabel="‖RWh − h‖²/D")
-    if panels[3]:
+        if "ratio" in title:
+            ax.axhline(1, color="tab:red", linewidth=0.8, linestyle="--")
+        ax.set(title=title, ylabel=label)
+    if varies:
         ax = next(axes)
         alike = (weight == weight[:, :1]).all()
         _layer_lines(ax, at, weight[:, :1] if alike else weight, () if alike else names)

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from selfnorm.bijection import located
 from selfnorm.flow import Flow
+from selfnorm.objective import Loss
 from selfnorm.runtime.checks import event_shape, positive_int
 from selfnorm.runtime.files import replacing
-from selfnorm.train.build import build_flow
+from selfnorm.train.build import build_flow, build_loss
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.settings import from_mapping
@@ -57,6 +58,13 @@ class Checkpoint:
                 f"checkpoint of {self.recipe.name}: expected weights that fit the recipe, got others: {error}"
             ) from None
         return flow.eval()
+
+    def loss(self) -> Loss:
+        """Returns the objective of the run, with the stored weights and multipliers, on the CPU."""
+        loss = build_loss(self.recipe, self.flow())
+        # A repaired checkpoint has only weights; then the recipe's λ stays.
+        loss.penalty.load_state_dict(self.part("loss.penalty."), strict=False)
+        return loss
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:

@@ -41,7 +41,8 @@ def advice(loss: Loss, rollbacks: int) -> str:
     if not weights:
         return "Try a gradient clip or a smaller learning_rate; no layer learns its inverse, so a rollback has no λ to raise"
     now = ", ".join(f"{weight:g}" for weight in weights[:3])
+    other_objective = "inverse_likelihood=false, " if loss.inverse_likelihood else ""
     return (
-        f"Try a larger reconstruction_weight (λ is {now}), a gradient clip, a smaller "
+        f"Try {other_objective}a larger reconstruction_weight (λ is {now}), a gradient clip, a smaller "
         "learning_rate, or --on-divergence rollback" + (f" ({rollbacks} rollbacks did not help)" if rollbacks else "")
     )

@@ -35,6 +35,7 @@ from selfnorm.train.profile import Piece, profile
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.step import EagerStep, Step, learning_rate_at
 from selfnorm.train.stopping import DivergedError, StoppedError, StopRequests
+from selfnorm.train.watch import InverseWatch
 
 Report = Callable[[dict[str, Any]], None]
 MAX_ROLLBACKS = 3
@@ -44,7 +45,8 @@ class Trainer:
     """Trains a recipe's flow on a data set, exactly repeatable from its seed, stoppable and resumable at any step.
 
     folder:  where to keep checkpoints and metrics; without one everything stays in memory.
-    report:  called with each record of the run, of kind "epoch", "validation", "rollback", or "step", which is not logged.
+    report:  called with each record of the run, of kind "epoch", "validation", "warning", "rollback", or "step", which is not
+             logged.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Trainer:
         self._reported_at = 0.0  # so that the first step is reported at once
         self._epoch_at: float | None = None  # when the epoch began; None for one that was resumed in its middle
         self._kept = KeptCheckpoints(folder)
+        self._watch = InverseWatch(self.loss, self.train, recipe.evaluation.batch_size, optimiser.seed)
 
     @property
     def flow(self) -> Flow:
@@ -207,6 +210,7 @@ class Trainer:
     def _validate(self, stop: StopRequests) -> None:
         try:
             found = self._likelihood(self.flow, self.validation, stop)
+            inverses = self._watch.measure(stop.check)
         except ValueError as error:  # weights without an exact likelihood: singular, or not finite
             self._diverge(f"no exact likelihood at epoch {self.epoch}: {error}")
             return
@@ -224,7 +228,11 @@ class Trainer:
             standard_error=found.standard_error,
             bits_per_dim=found.bits_per_dim,
             best=self.progress.best_nll,
+            **inverses.record(),
         )
+        if not self.progress.warned and (line := inverses.warning()):
+            self.progress.warned = True
+            self._log("warning", epoch=self.epoch, message=line)
         if self.progress.diverged:
             best, then = self.progress.best_nll, self.progress.best_step // self.batches.steps_per_epoch
             epoch = self.epoch
@@ -282,6 +290,7 @@ class Trainer:
             raise DivergedError(f"{self.recipe.name} diverged: {reason}. {advice(self.loss, before.rollbacks)}")
         self._restore(self.best())
         self.progress.rollbacks, self.progress.seconds = before.rollbacks + 1, before.seconds
+        self.progress.warned = before.warned
         # Ten times the λ that failed, not that of the best checkpoint: each rollback must go further than the one before.
         self.loss.penalty.reconstruction_weight.copy_(weight)
         self.loss.penalty.raise_weight(10.0)

@@ -17,6 +17,7 @@ from selfnorm.bijection import located
 from selfnorm.data import load_dataset, read_examples
 from selfnorm.data.batches import Examples, generator_for
 from selfnorm.data.dataset import fingerprint, is_image
+from selfnorm.evaluate.health import FlowHealth, examine
 from selfnorm.evaluate.likelihood import Likelihood, evaluating, likelihood, mean_log_likelihoods, reference_scores
 from selfnorm.evaluate.sampler import Sampler
 from selfnorm.flow import Flow, Inverse
@@ -26,6 +27,7 @@ from selfnorm.runtime.precision import Precision
 from selfnorm.runtime.threads import cpu_threads
 from selfnorm.train.checkpoint import Checkpoint, checkpoint_path, read_checkpoint
 from selfnorm.train.folder import RunFolder
+from selfnorm.train.watch import InverseWatch
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,14 @@ class Trained:
                 seed=recipe.optimiser.seed,
                 precision=precision,
             )
+
+    def health(self, examples: int, data_dir: str | None = None) -> FlowHealth:
+        """Returns the figures of the stored inverses on some training examples, with the stability of the run's objective."""
+        train, recipe = self.examples("train", data_dir), self.checkpoint.recipe
+        with cpu_threads(recipe.optimiser.threads):
+            loss = self.checkpoint.loss().to(self.device)
+            watch = InverseWatch(loss, train, recipe.evaluation.batch_size, recipe.optimiser.seed)
+            return examine(self.flow, train.random_examples(examples, seed=0), ratios=watch.measure().ratios)
 
     def sample(self, n: int, inverse: Inverse, seed: int) -> Tensor:
         """Returns n samples on the CPU, drawn in batches."""

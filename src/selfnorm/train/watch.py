@@ -1,0 +1,87 @@
+"""Watches the learned inverses of a run: measures them at each validation, and says in one line if one of them is being lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from selfnorm.bijection import Bijection
+from selfnorm.data.batches import Examples
+from selfnorm.evaluate.stability import stability_ratios
+from selfnorm.flow import LARGEST_ERROR
+from selfnorm.objective import Loss
+
+MAX_EXAMPLES = 20_000  # of the training data, for second moments; each validation reads them, if the objective has a bound
+
+
+@dataclass(frozen=True)
+class InverseState:
+    """Figures of the self-normalizing layers, by name; None where one could not be measured.
+
+    errors:  ‖RW − I‖_F/√D, estimated on white noise.
+    ratios:  `stability_ratios`, only with the paper's objective.
+    """
+
+    errors: dict[str, float | None]
+    ratios: dict[str, float | None]
+
+    def record(self) -> dict[str, list[float | None]]:
+        """Returns what the log of a run keeps, in the order of the layers; nothing if there is nothing to log."""
+        found = {"inverse_error": list(self.errors.values()), "stability_ratio": list(self.ratios.values())}
+        return {key: values for key, values in found.items() if values}
+
+    def warning(self) -> str | None:
+        """Returns which layer loses its inverse, why, and what to do, in one line; None if all is well."""
+        name, ratio = _worst(self.ratios)
+        if ratio > 1:
+            return (
+                f"layer {name} will lose its learned inverse: 1/(8λ·λ_min(E[hhᵀ])) is {ratio:.3g}, and the paper's objective "
+                "is stable only below 1. Train with inverse_likelihood=false, or with a larger reconstruction_weight "
+                "(docs/stability.md)"
+            )
+        name, error = _worst(self.errors)
+        if error > LARGEST_ERROR:
+            return (
+                f"layer {name} has a learned inverse that is off by ‖RW − I‖/√D = {error:.2g}, above {LARGEST_ERROR}. If this "
+                "lasts, try a larger reconstruction_weight or a smaller learning_rate; samples stay right, but take longer"
+            )
+        return None
+
+
+class InverseWatch:
+    """Measures the learned inverses of a loss's flow.
+
+    train:  the training data, of which it keeps a part if the objective has a bound.
+    """
+
+    def __init__(self, loss: Loss, train: Examples, batch_size: int, seed: int) -> None:
+        self._loss, self._batch_size, self._seed = loss, batch_size, seed
+        self._examples = (
+            train.subset(MAX_EXAMPLES, seed, "watch") if loss.inverse_likelihood and loss.flow.reconstruction_names else None
+        )
+
+    def measure(self, check: Callable[[], None] = lambda: None) -> InverseState:
+        """Returns the present figures. `check` is called before each batch, and may raise to interrupt."""
+        flow = self._loss.flow
+        errors = {name: _inverse_error(flow.bijection.get_submodule(name)) for name in flow.reconstruction_names}
+        return InverseState(errors, {} if self._examples is None else stability_ratios(self._loss, self._batches(check)))
+
+    def _batches(self, check: Callable[[], None]) -> Iterator[Tensor]:
+        assert self._examples is not None
+        for x in self._examples.in_order(self._batch_size, self._seed):
+            check()
+            yield x
+
+
+def _inverse_error(layer: nn.Module) -> float | None:
+    planned = layer.planned_inverse if isinstance(layer, Bijection) else None
+    return None if planned is None else planned.inverse_error()
+
+
+def _worst(figures: dict[str, float | None]) -> tuple[str, float]:
+    """Returns the largest figure and its layer; NaN counts as infinite."""
+    known = {name: math.inf if math.isnan(value) else value for name, value in figures.items() if value is not None}
+    return max(known.items(), key=lambda item: item[1], default=("", 0.0))
