@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from selfnorm import Bijection, Flow, SelfNormConv2d, SelfNormLinear, Surrogate
 from selfnorm.models import fc_flow
-from selfnorm.objective import Loss
+from selfnorm.objective import Loss, UnstableObjectiveWarning
 from support.oracles import plain_surrogate
 
 
@@ -86,3 +86,24 @@ def test_the_objective_survives_activation_checkpointing(reentrant, inverse_like
         Loss(Flow(bijection), 3.0, inverse_likelihood=inverse_likelihood)(x)[0].backward()
         found.append([layer.weight.grad.clone(), layer.weight_inv.grad.clone()])
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("probes", [-1, 10_001, 2.5])
+def test_probes_out_of_range(probes):
+    with pytest.raises(ValueError, match=r"Loss: expected .*probes.*got"):
+        Loss(fc_flow(3), probes=probes)
+
+
+@pytest.mark.parametrize(("weight", "probes", "bound"), [(0.1, 0, "1.25"), (0.0, 0, "inf"), (0.05, 8, "1.5")])
+def test_a_weight_too_small_for_the_paper_warns(weight, probes, bound):
+    with pytest.warns(
+        UnstableObjectiveWarning, match=f"λ = {weight:g}, .* second moment below {bound} .*inverse_likelihood=False"
+    ):
+        Loss(fc_flow(3), weight, probes, inverse_likelihood=True)
+
+
+def test_a_weight_that_is_no_problem_does_not_warn():
+    Loss(fc_flow(3), 0.1)
+    Loss(fc_flow(3), 0.13, inverse_likelihood=True)
+    Loss(fc_flow(3), 0.1, probes=1, inverse_likelihood=True)
+    Loss(fc_flow(3, linear="exact"), 0.1, inverse_likelihood=True)

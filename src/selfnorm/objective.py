@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,9 @@ from selfnorm.penalties import GECO, MDMM, Fixed, Penalty
 from selfnorm.runtime.checks import expect_batch, positive_int
 from selfnorm.runtime.context import step_context
 
-__all__ = ["GECO", "MDMM", "Fixed", "Loss", "Metrics", "Penalty"]
+MAX_PROBES = 10_000
+
+__all__ = ["GECO", "MDMM", "Fixed", "Loss", "Metrics", "Penalty", "UnstableObjectiveWarning"]
 
 
 class Metrics(NamedTuple):
@@ -28,6 +31,10 @@ class Metrics(NamedTuple):
 
     surrogate: Tensor
     reconstruction: Tensor
+
+
+class UnstableObjectiveWarning(UserWarning):
+    """Issued for a loss that is known to lose the learned inverses of ordinary data."""
 
 
 class Loss(nn.Module):
@@ -53,7 +60,13 @@ class Loss(nn.Module):
         self.penalty = penalty if isinstance(penalty, Penalty) else Fixed(penalty)
         self.penalty.attach(len(flow.reconstruction_names))
         self.probes = positive_int("Loss", "probes", probes) if probes else 0
+        if self.probes > MAX_PROBES:
+            raise ValueError(f"Loss: expected at most {MAX_PROBES:,} probes, got {probes}")
+        if self.probes and not flow.reconstruction_names:
+            warnings.warn(f"Loss: probes={probes} has no effect: no layer of the flow learns its inverse", stacklevel=2)
         self.inverse_likelihood = inverse_likelihood
+        if inverse_likelihood and flow.reconstruction_names:
+            self._warn_of_small_weight()
         for name, layer in zip(flow.reconstruction_names, self._layers(), strict=True):
             if not (is_learned_inverse(layer) if probes else hasattr(layer, "example_shape")):
                 raise ValueError(
@@ -117,6 +130,21 @@ class Loss(nn.Module):
         """Returns whether the objective's kernel can compute the loss: the paper's penalty, on a standard normal base."""
         usual = type(self.penalty) is Fixed and type(flow.base) is StandardNormal and not self.probes
         return usual and usable(x, self.penalty.reconstruction_weight if len(self.penalty.reconstruction_weight) else None)
+
+    def _warn_of_small_weight(self) -> None:
+        """Warns of a λ with which the paper's objective loses inputs of unit second moment (docs/stability.md)."""
+        if type(self.penalty) is not Fixed:
+            return  # its λ moves
+        weight, noise = float(self.penalty.reconstruction_weight.max()), float(self.probes > 0)
+        if 8 * weight * (1 + noise) <= 1:
+            bound = 1 / (8 * weight) - noise if weight else math.inf
+            warnings.warn(
+                f"Loss: with λ = {weight:g}, the paper's objective (inverse_likelihood=True) loses the learned inverse of every "
+                f"layer whose input has a second moment below {bound:.3g} in some direction. Use inverse_likelihood=False, "
+                "which has no such bound, or a larger λ",
+                UnstableObjectiveWarning,
+                stacklevel=3,
+            )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         state_dict.pop(prefix + "steps", None)  # counted by earlier versions for settings that are gone

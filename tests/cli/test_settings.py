@@ -28,6 +28,27 @@ def test_settings_without_effect_are_named(tmp_path):
     )
 
 
+@pytest.mark.filterwarnings("default::selfnorm.objective.UnstableObjectiveWarning")
+def test_a_weight_too_small_for_the_paper_is_a_warning_of_one_line(tmp_path):
+    settings = ("--set", "inverse_likelihood=true", "--set", "weight=0.05", "--set", "epochs=4", "--set", "validate_every=2")
+    result = invoke("train", *SHORT, *settings, "--run", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    told = [line for line in result.stderr.splitlines() if "inverse_likelihood" in line]
+    assert len(told) == 2
+    assert told[0].startswith("selfnorm: Loss: with λ = 0.05, the paper's objective") and "below 2.5 in some" in told[0]
+    assert re.match(r"digits-fc-snf, epoch 2: layer \d will lose its learned inverse", told[1])
+    doctor = ok("doctor", tmp_path / "run")
+    assert "stability ratio" in doctor
+    assert re.search(
+        r"note: layer \d: the paper's objective (will lose|lost) its inverse.*train with inverse_likelihood=false", doctor
+    )
+
+
+@pytest.mark.parametrize("probes", ["-1", "10001"])
+def test_probes_out_of_range_are_refused(probes, tmp_path):
+    assert "expected objective.probes in [0, 10000]" in fails("train", "--set", f"probes={probes}")
+
+
 @pytest.mark.parametrize(
     ("setting", "said"),
     [

@@ -14,6 +14,7 @@ from torch import nn
 from selfnorm import Chain, Flow, SelfNormConv2d, SelfNormLinear, SmoothLeakyReLU
 from selfnorm.objective import Loss
 
+pytestmark = pytest.mark.filterwarnings("ignore::selfnorm.objective.UnstableObjectiveWarning")
 MARGIN = 1e-3  # relative distance from the bound at which the sign must be right
 
 

@@ -15,6 +15,7 @@ from selfnorm.train.run import resume_run, start_run
 from selfnorm.train.stopping import DivergedError
 from support.small_runs import SMALL, digits, started
 
+pytestmark = pytest.mark.filterwarnings("ignore::selfnorm.objective.UnstableObjectiveWarning")
 PAPER = "inverse_likelihood=true"  # unlike the one-sided objective, it diverges on digits if λ is small
 
 

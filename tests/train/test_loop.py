@@ -242,6 +242,7 @@ def test_patience_ends_training_early(tmp_path):
     assert best.progress["best_step"] == trainer.progress.best_step
 
 
+@pytest.mark.filterwarnings("ignore::selfnorm.objective.UnstableObjectiveWarning")
 def test_the_best_weights_are_those_of_the_best_validation(tmp_path):
     recipe = digits("epochs=30", "validate_every=5", "weight=0.02", "decay=0", "inverse_likelihood=true")
     trainer, best = trained(recipe)

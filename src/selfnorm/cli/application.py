@@ -7,6 +7,7 @@ import inspect
 import io
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -49,7 +50,9 @@ def command(name: str, *examples: str, group: typer.Typer = app) -> Callable[[Ca
                 if isinstance(stream, io.TextIOWrapper):
                     stream.reconfigure(errors="replace")  # prints ? for ± or λ if the terminal lacks them
             try:
-                verb(*args, debug=debug, **options)
+                with warnings.catch_warnings():
+                    warnings.showwarning = _show_warning
+                    verb(*args, debug=debug, **options)
             except (typer.Exit, typer.Abort):
                 raise
             except StoppedError as error:
@@ -75,6 +78,11 @@ def command(name: str, *examples: str, group: typer.Typer = app) -> Callable[[Ca
         return guarded
 
     return register
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    """Prints a warning as one line, without the place in the source that issued it."""
+    ERR.print(f"selfnorm: {' '.join(str(message).split())}", style="yellow")
 
 
 @app.callback(invoke_without_command=True)

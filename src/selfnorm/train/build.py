@@ -69,7 +69,7 @@ def build_loss(recipe: Recipe, flow: Flow) -> Loss:
         return Loss(
             flow,
             penalty,
-            chosen.probes,
+            chosen.probes if flow.reconstruction_names else 0,  # `Recipe.without_effect` tells of them
             inverse_likelihood=chosen.inverse_likelihood,
         )
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from selfnorm.bijection import located
 from selfnorm.models import CONV, LINEAR, MIX
+from selfnorm.objective import MAX_PROBES
 from selfnorm.runtime.checks import did_you_mean
 from selfnorm.runtime.precision import Precision
 
@@ -85,7 +86,9 @@ class ObjectiveSettings:
     multiplier_rate: Positive | None = None  # geco, mdmm: how fast λ moves; by default the penalty's own rate
     damping: NonNegative | None = None  # mdmm: of the quadratic term; by default the penalty's own
     inverse_likelihood: bool = False  # as in the paper: the learned inverse takes half of the likelihood's gradient
-    probes: Annotated[int, Range(0, 10_000)] = 0  # white-noise vectors to reconstruct in addition to the data, per layer and step
+    probes: Annotated[int, Range(0, MAX_PROBES)] = (
+        0  # white-noise vectors to reconstruct in addition to the data, per layer and step
+    )
 
 
 @dataclass(frozen=True)
