@@ -1,35 +1,46 @@
-"""Writes the validation history of a finished run as a results file.
+"""Writes the validation histories of finished runs of one recipe, with different seeds, as a results file.
 
-    selfnorm train mnist-fc-snf --run runs/fc
-    python benchmarks/full_run.py runs/fc --json results/mnist-fc-snf-h200.json
+    selfnorm train mnist-fc-snf --seeds 3 --run runs/fc
+    python benchmarks/full_run.py runs/fc runs/fc-seed1 runs/fc-seed2 --json results/mnist-fc-snf-h200.json
 
-The table shows some of the epochs; the file also holds all validations, under "metrics". Command, commit, machine and date are
-those of the run.
+The table shows some of the epochs. The file also holds all validations of all seeds, under "metrics", and the figures of
+`selfnorm doctor` for the best weights of each seed. The sample sheet of the first run is copied next to it. Command, commit,
+machine and date are those of the first run.
 """
 
 from __future__ import annotations
 
+import shutil
+import statistics
 from pathlib import Path
 from typing import Any
 
 from record import Cell, parser, record, run
+from selfnorm.cli.options import resolve_device
 from selfnorm.train.experiments import RECIPES
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.run import Result
+from selfnorm.train.trained import Trained
 
 SHOWN = 12
+SETTLED = 100  # the epoch after which the error of a learned inverse is reported
 
 
-def course(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def course(records: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
     """Returns each validation together with the training metrics of its epoch."""
     epochs = {each["epoch"]: each for each in records if each["kind"] == "epoch"}
     return [
         {
+            "seed": seed,
             "epoch": each["epoch"],
             "nll": round(each["nll"], 3),
             "standard_error": round(each["standard_error"], 3),
             "surrogate": round(epochs[each["epoch"]]["surrogate"], 3),
-            "reconstruction": [float(f"{error:.3g}") for error in epochs[each["epoch"]]["reconstruction"]],
+            **{
+                key: [_rounded(value) for value in values]
+                for key in ("reconstruction", "inverse_error", "stability_ratio")
+                if (values := epochs[each["epoch"]].get(key) or each.get(key))
+            },
             "step_ms": round(1e3 * epochs[each["epoch"]]["step_seconds"], 4),
             "seconds": round(each["seconds"], 1),
         }
@@ -38,38 +49,104 @@ def course(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def worst(metrics: list[dict[str, Any]]) -> float | None:
+    """Returns the largest error of a learned inverse among validations; None if there are none."""
+    return max((error for each in metrics for error in each.get("inverse_error", []) if error is not None), default=None)
+
+
+def spread(values: list[float]) -> str:
+    """Returns the mean, and the standard deviation of several values."""
+    deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.2f}{deviation}"
+
+
+def inverses(health: list[dict[str, Any]], metrics: list[dict[str, Any]]) -> str:
+    """Returns a sentence on the learned inverses, or nothing if there are none."""
+    if worst(metrics) is None:
+        return ""
+    final = max(distance for each in health for distance in each["distance"])
+    trips = ", ".join(f"{each['round_trip']:.2g}" for each in health)
+    settled = worst([each for each in metrics if each["epoch"] > SETTLED])
+    during = f", at most {settled:.2g} at all validations after epoch {SETTLED}" if settled is not None else ""
+    return (
+        f" Largest ‖RW − I‖/√D of a layer: {final:.2g} with the best weights{during}. Round trip of prior samples by the learned "
+        f"inverse, median of ‖f(g(z)) − z‖/‖z‖: {trips}."
+    )
+
+
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("run", type=Path)
+    options.add_argument("runs", type=Path, nargs="+")
+    options.add_argument("--data", help="folder of the data set, if it is not where the runs found it")
+    options.add_argument("--device", default="auto")
     chosen = options.parse_args()
-    folder = RunFolder(chosen.run)
-    result, metrics = Result.read(folder.result), course(folder.read_log())
-    best = min(range(len(metrics)), key=lambda index: metrics[index]["nll"])
-    shown = sorted({round((len(metrics) - 1) * (part / SHOWN) ** 2) for part in range(SHOWN + 1)} | {best})
-    rows: list[list[Cell]] = [
-        [
-            metrics[at]["epoch"],
-            metrics[at]["nll"],
-            max(metrics[at]["reconstruction"], default=None),
-            metrics[at]["step_ms"],
-            round(metrics[at]["seconds"] / 60, 2),
-        ]
-        for at in shown
-    ]
-    paper = RECIPES[result.recipe].paper if result.recipe in RECIPES else ""
+    folders = [RunFolder(path) for path in chosen.runs]
+    results = [Result.read(folder.result) for folder in folders]
+    recipes = [folder.read_recipe() for folder in folders]
+    seeds = [recipe.optimiser.seed for recipe in recipes]
+    if any(recipe.changed(seed=seeds[0], folder=None) != recipes[0].changed(folder=None) for recipe in recipes):
+        raise ValueError(f"expected runs of one recipe, got {', '.join(str(path) for path in chosen.runs)} of different ones")
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"expected different seeds, got {', '.join(map(str, seeds))}")
+
+    by_seed = [course(folder.read_log(), seed) for folder, seed in zip(folders, seeds, strict=True)]
+    metrics = [each for runs in by_seed for each in runs]
+    device = resolve_device(chosen.device)
+    health = []
+    for folder, seed in zip(folders, seeds, strict=True):
+        found = Trained.open(folder.path, device).health(200, chosen.data)
+        figures = {
+            "distance": [layer.distance for layer in found.layers],
+            "condition": [layer.condition for layer in found.layers],
+        }
+        health.append({"seed": seed, **figures, "round_trip": found.round_trip["learned"], "sample_error": found.sample_error})
+
+    common = min(map(len, by_seed))
+    shown = sorted({round((common - 1) * (part / SHOWN) ** 2) for part in range(SHOWN + 1)})
+    rows: list[list[Cell]] = []
+    for at in shown:
+        some = [runs[at] for runs in by_seed]
+        error = worst(some)
+        rows.append(
+            [
+                some[0]["epoch"],
+                round(statistics.mean(each["nll"] for each in some), 2),
+                error,
+                round(statistics.median(each["step_ms"] for each in some), 4),
+                round(max(each["seconds"] for each in some) / 60, 2),
+            ]
+        )
+    first, several = results[0], len(results) > 1
+    paper = RECIPES[first.recipe].paper if first.recipe in RECIPES else ""
+    tests = [result.test.nll for result in results]
     record(
         chosen.json,
-        title=f"{result.recipe}, {result.epochs:,} epochs",
+        title=f"{first.recipe}, {first.epochs:,} epochs{f', {len(results)} seeds' if several else ''}",
         about=(
-            f"Test NLL {result.test} of the best weights by validation, those of epoch {result.best_epoch:,}"
-            f"{f' (the paper, {paper})' if paper else ''}; {result.seconds / 60:.1f} minutes of training and validation. Below: "
-            "exact validation NLL in nats, largest squared reconstruction error of a layer, ms per step, minutes so far."
+            f"Test NLL {spread(tests)} nats"
+            + (f", mean and standard deviation over seeds ({_each(tests)})" if several else "")
+            + f": exact, {first.test.examples:,} examples × {first.test.samples} dequantisation samples, of the best weights by "
+            f"validation, at epoch {', '.join(f'{result.best_epoch:,}' for result in results)}"
+            + (f" (the paper, {paper})." if paper else ".")
+            + inverses(health, metrics)
+            + f" Below: mean exact validation NLL in nats, largest ‖RW − I‖/√D of a layer{' and seed' if several else ''}, "
+            f"milliseconds per step{f' while {len(results)} runs share the machine' if several else ''}, minutes so far."
         ),
-        columns=["epoch", "validation NLL", "reconstruction", "ms a step", "minutes"],
+        columns=["epoch", "validation NLL", "‖RW − I‖/√D", "ms per step", "minutes"],
         rows=rows,
-        provenance=result.provenance | {"epochs": str(result.epochs)},
-        metrics=metrics,
+        provenance=first.provenance | {"epochs": ", ".join(str(result.epochs) for result in results)},
+        metrics=[*health, *metrics],
     )
+    if chosen.json and folders[0].samples.exists():
+        shutil.copyfile(folders[0].samples, chosen.json.with_suffix(".png"))
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.3g}")
+
+
+def _each(values: list[float]) -> str:
+    return ", ".join(f"{value:.2f}" for value in values)
 
 
 if __name__ == "__main__":
