@@ -8,8 +8,11 @@ import torch
 from selfnorm import Chain, Flow, SelfNormConv2d, SelfNormLinear, SmoothLeakyReLU
 from selfnorm.evaluate import stability
 from selfnorm.evaluate.stability import stability_ratios
+from selfnorm.linalg.convmatrix import dirac
+from selfnorm.linalg.moments import patch_second_moment
 from selfnorm.models import conv_flow, fc_flow
 from selfnorm.objective import GECO, MDMM, Loss
+from support.gradient_field import jacobian, velocity
 
 pytestmark = pytest.mark.filterwarnings("ignore::selfnorm.objective.UnstableObjectiveWarning")
 
@@ -59,61 +62,71 @@ def test_layers_too_large_for_eigenvalues_have_none(monkeypatch):
     assert [*found.values()] == [None, None]
 
 
-def test_patches_of_the_larger_kernel_count():
+class Stationary(torch.nn.Module):
+    """The Gaussian log-density −½ Σ ẑ(ω)*S(ω)⁻¹ẑ(ω) of circular images, up to a constant."""
+
+    def __init__(self, x):
+        super().__init__()
+        spectrum = torch.fft.fft2(x, norm="ortho").permute(2, 3, 1, 0)  # (H, W, C, N)
+        self.precision = torch.linalg.inv(spectrum @ spectrum.mH / len(x))
+
+    def log_prob(self, z):
+        spectrum = torch.fft.fft2(z, norm="ortho").permute(2, 3, 1, 0)
+        return -0.5 * (spectrum.conj() * (self.precision @ spectrum)).real.sum((0, 1, 2))
+
+    def sample(self, n, generator=None):
+        raise NotImplementedError
+
+
+SMOOTH = {(0, 1): 0.6, (1, 0): 0.5}  # how much of which other pixels is added to a pixel
+HOLLOW = {(0, 2): 0.95}  # little power at middle frequencies, which an antisymmetric kernel picks
+
+
+def coloured(x, neighbours):
+    return x + sum(amount * x.roll(shift, (2, 3)) for shift, amount in neighbours.items())
+
+
+@pytest.mark.parametrize(
+    ("channels", "size", "inverse_size", "neighbours"),
+    [(1, 3, 3, SMOOTH), (1, (1, 3), (1, 3), HOLLOW), (1, 3, 5, SMOOTH), (1, (1, 3), (3, 3), SMOOTH), (2, 3, 3, SMOOTH)],
+)
+def test_the_ratio_is_1_where_the_identity_turns_unstable(channels, size, inverse_size, neighbours):
+    """k×k kernels on 7×7 images, at w = r = identity: the bound is that of patches, not of single frequencies."""
+    x = torch.randn(40, channels, 7, 7) * torch.linspace(0.5, 1, channels).view(-1, 1, 1)
+    x = coloured(x, neighbours)
+    x = x + 0.4 * x.roll(1, 1).roll((1, 2), (2, 3)) if channels > 1 else x
+
+    def loss_of(weight):
+        layer = SelfNormConv2d(channels, size, inverse_size, padding_mode="circular", bias=False)
+        with torch.no_grad():
+            layer.weight.copy_(dirac(channels, layer.kernel_size))
+            layer.weight_inv.copy_(dirac(channels, layer.inverse_kernel_size))
+        return Loss(Flow(Chain(layer), Stationary(x)), weight, inverse_likelihood=True)
+
+    def grows(weight):
+        loss = loss_of(weight)
+        assert velocity(loss, x, [*loss.parameters()]).abs().max() < 1e-9
+        values = torch.linalg.eigvals(jacobian(loss, x))
+        return bool((values.real[values.abs() > 1e-7 * values.abs().max()] > 0).any())  # rotations neither grow nor shrink
+
+    bound = stability_ratios(loss_of(1.0), [x])["0"]
+    assert not grows(1.005 * bound) and grows(0.995 * bound)
+
+
+def test_the_ratio_of_patches_is_below_that_of_frequencies_and_of_their_smallest_moment():
+    """An antisymmetric kernel, which the smallest moment belongs to, is never lost."""
+    x = coloured(torch.randn(40, 1, 7, 7), HOLLOW)
+    loss = Loss(Flow(Chain(SelfNormConv2d(1, (1, 3), padding_mode="circular"))), inverse_likelihood=True)
+    patches = patch_second_moment(x, (1, 3), loss.flow.bijection[0].geometry)
+    frequencies = patch_second_moment(x, (7, 7), loss.flow.bijection[0].geometry)
+    bounds = [1 / (8 * torch.linalg.eigvalsh(moment).min().item()) for moment in (patches, frequencies)]
+    assert stability_ratios(loss, [x])["0"] < 0.9 * bounds[0] < 0.9 * bounds[1]
+
+
+def test_a_larger_w_than_r_counts_as_a_larger_r():
     x = torch.randn(40, 1, 6, 6)
     ratios = [
         stability_ratios(Loss(Flow(Chain(SelfNormConv2d(1, *sizes))), inverse_likelihood=True), [x])["0"]
         for sizes in ((3, 3), (3, 5), (5, 3))
     ]
     assert ratios[0] < ratios[1] == ratios[2]
-
-
-class Stationary(torch.nn.Module):
-    """The Gaussian log-density −½ Σ |ẑ(ω)|²/S(ω) of circular images, up to a constant."""
-
-    def __init__(self, power):
-        super().__init__()
-        self.power = power
-
-    def log_prob(self, z):
-        return -0.5 * (torch.fft.fft2(z, norm="ortho").abs().square() / self.power).flatten(1).sum(1)
-
-    def sample(self, n, generator=None):
-        raise NotImplementedError
-
-
-def test_the_ratio_of_a_small_kernel_is_1_where_its_identity_turns_unstable():
-    """A 3×3 kernel on 7×7 images, at w = r = identity: the bound is that of 3×3 patches, not of single frequencies."""
-    x = torch.randn(30, 1, 7, 7)
-    x = x + 0.6 * x.roll(1, -1) + 0.5 * x.roll(1, -2) + 0.3
-    power = torch.fft.fft2(x, norm="ortho").abs().square().mean((0, 1))
-
-    def loss_of(weight):
-        layer = SelfNormConv2d(1, 3, padding_mode="circular", bias=False)
-        with torch.no_grad():
-            for kernel in layer.parameters():
-                kernel.zero_()[0, 0, 1, 1] = 1
-        return Loss(Flow(Chain(layer), Stationary(power)), weight, inverse_likelihood=True)
-
-    def growth(weight):
-        """The largest real part of the Jacobian's eigenvalues, other than those of the four rotations."""
-        loss = loss_of(weight)
-        parameters = [*loss.parameters()]
-
-        def velocity(point):
-            with torch.no_grad():
-                for parameter, part in zip(parameters, point.split(9), strict=True):
-                    parameter.copy_(part.view_as(parameter))
-            return -torch.cat([g.flatten() for g in torch.autograd.grad(loss(x)[0], parameters)])
-
-        centre = torch.cat([parameter.detach().flatten() for parameter in parameters])
-        assert velocity(centre).abs().max() < 1e-10
-        steps = 1e-4 * torch.eye(18)
-        matrix = torch.stack([(velocity(centre + step) - velocity(centre - step)) / 2e-4 for step in steps], 1)
-        odd = torch.eye(9)[:4] - torch.eye(9).flip(1)[:4]
-        rest = torch.linalg.qr(torch.cat([odd, -odd], 1).mT, mode="complete").Q[:, 4:]
-        return torch.linalg.eigvals(rest.mT @ matrix @ rest).real.max().item()
-
-    bound = stability_ratios(loss_of(1.0), [x])["0"]
-    assert bound < 0.9 / (8 * power.min().item()), "the bound by frequencies would be another"
-    assert growth(1.002 * bound) < 0 < growth(0.998 * bound)

@@ -146,7 +146,7 @@ def _layers_with_inverse(flow: Flow) -> Iterator[tuple[str, StoredInverse]]:
 
 def _log_prob_and_inputs(flow: Flow, named: dict[str, StoredInverse], x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns log p(x), and for each layer the input h that it received, in float64."""
-    with recorded_inputs(named) as inputs:
+    with recorded_inputs("examine", named) as inputs:
         log_prob = flow.log_prob(x)
     return log_prob, inputs
 

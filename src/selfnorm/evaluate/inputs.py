@@ -12,10 +12,10 @@ from selfnorm.linalg.factors import to_float64
 
 
 @contextmanager
-def recorded_inputs(named: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
+def recorded_inputs(who: str, named: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
     """Context manager that yields a mapping, filled by the block with the first input of each layer, in float64.
 
-    Raises ValueError for a layer that the block does not call.
+    Raises ValueError, which begins with `who`, for a layer that the block does not call.
     """
     inputs: dict[str, Tensor] = {}
 
@@ -34,6 +34,6 @@ def recorded_inputs(named: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor
             hook.remove()
     for name in named.keys() - inputs.keys():
         raise ValueError(
-            f"examine: expected the flow to call its layer {name!r} as layer(x), got no call; a bijection of your own must call "
+            f"{who}: expected the flow to call its layer {name!r} as layer(x), got no call; a bijection of your own must call "
             "its parts like that, not through forward()"
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 from selfnorm.evaluate.inputs import recorded_inputs
 from selfnorm.evaluate.likelihood import evaluating
 from selfnorm.layers.linear import ConvMap, LinearMap
-from selfnorm.linalg.moments import patch_second_moment
+from selfnorm.linalg.moments import moment_on_centre, patch_second_moment, weakest_hold
 from selfnorm.objective import Loss
 
 MAX_MOMENT_SIZE = 4096  # most rows of a second moment to take eigenvalues of
@@ -20,9 +20,10 @@ MAX_MOMENT_SIZE = 4096  # most rows of a second moment to take eigenvalues of
 def stability_ratios(loss: Loss, batches: Iterable[Tensor]) -> dict[str, float | None]:
     """Returns 1/(8λ·λ_min(E[hhᵀ])) of each self-normalizing layer: above 1, the paper's objective loses the layer's inverse.
 
-    The one-sided objective has no such bound, so for it the result is empty. h is the layer's input. For a convolution it stands
-    for the patches that the larger of its two kernels covers, with which the bound is exact at W = I and an estimate elsewhere.
-    White noise (`Loss.probes`) adds I to E[hhᵀ]. None for a layer with more than 4096 entries, or in a patch.
+    The one-sided objective has no such bound, so for it the result is empty. h is the layer's input. For a k×k convolution,
+    patches of h and changes of a kernel take the place of h and of 1/λ_min: the bound is then exact at W = I and an estimate
+    elsewhere; too high if w is larger than r. White noise (`Loss.probes`) adds I to E[hhᵀ]. None for a layer whose input, or
+    patch, has more than 4096 entries.
 
     batches: of training data. With few examples, less than about 10 for each entry of h, λ_min comes out too small and the ratio
              too large.
@@ -37,7 +38,7 @@ def stability_ratios(loss: Loss, batches: Iterable[Tensor]) -> dict[str, float |
     examples = 0
     with evaluating(flow):
         for x in batches:
-            with recorded_inputs(known) as inputs:
+            with recorded_inputs("stability_ratios", known) as inputs:
                 flow.encode(x)
             examples += len(x)
             for name, h in inputs.items():
@@ -47,21 +48,37 @@ def stability_ratios(loss: Loss, batches: Iterable[Tensor]) -> dict[str, float |
                     before = moments.get(name, torch.zeros_like(moment))
                     moments[name] = before + (moment - before) * (len(x) / examples)
     weights = _weights_of_sums(loss, [dimensions.get(name, 1) for name in layers])
+    noise = 1.0 if loss.probes else 0.0
     return {
-        name: _ratio(moments[name], weight, with_probes=loss.probes > 0) if name in moments else None
+        name: _ratio(known[name], moments[name], weight, noise) if name in moments else None
         for name, weight in zip(layers, weights, strict=True)
     }
+
+
+def _kernel_sizes(layer: ConvMap) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns the sizes that hold both kernels of a layer, and that both kernels hold."""
+    (height, width), other = layer.kernel_size, getattr(layer, "inverse_kernel_size", layer.kernel_size)
+    return (max(height, other[0]), max(width, other[1])), (min(height, other[0]), min(width, other[1]))
 
 
 def _second_moment(layer: LinearMap, h: Tensor) -> Tensor | None:
     """Returns E[hhᵀ] over a batch, (groups, m, m), for a convolution that of its patches; None if m is too large."""
     if not isinstance(layer, ConvMap):
         return (h.mT @ h / len(h))[None] if h.shape[1] <= MAX_MOMENT_SIZE else None
-    other = getattr(layer, "inverse_kernel_size", layer.kernel_size)
-    kernel_size = (max(layer.kernel_size[0], other[0]), max(layer.kernel_size[1], other[1]))
-    if layer.channels // layer.geometry.groups * math.prod(kernel_size) > MAX_MOMENT_SIZE:
+    size = _kernel_sizes(layer)[0]
+    if layer.channels // layer.geometry.groups * math.prod(size) > MAX_MOMENT_SIZE:
         return None
-    return patch_second_moment(h, kernel_size, layer.geometry)
+    return patch_second_moment(h, size, layer.geometry)
+
+
+def _ratio(layer: LinearMap, moment: Tensor, weight: float, noise: float) -> float:
+    moment = moment + noise * torch.eye(moment.shape[-1]).to(moment)
+    size = (1, 1)
+    if isinstance(layer, ConvMap):
+        outer, size = _kernel_sizes(layer)
+        moment = moment_on_centre(moment, outer, size)
+    weakest = max(weakest_hold(group, size) for group in moment)
+    return math.inf if weight == 0 else weakest / (8 * weight)
 
 
 def _weights_of_sums(loss: Loss, dimensions: list[int]) -> list[float]:
@@ -73,10 +90,3 @@ def _weights_of_sums(loss: Loss, dimensions: list[int]) -> list[float]:
         (slope,) = torch.autograd.grad(penalty(error, sizes), error)
     weights: list[float] = (slope / sizes).tolist()
     return weights
-
-
-def _ratio(moment: Tensor, weight: float, *, with_probes: bool) -> float:
-    values = torch.linalg.eigvalsh(moment) + float(with_probes)
-    # Rounding may make the smallest of very different eigenvalues negative.
-    smallest = values.min().clamp_min(torch.finfo(values.dtype).eps * values.max())
-    return math.inf if weight == 0 else 1 / (8 * weight * float(smallest))
