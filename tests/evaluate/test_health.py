@@ -241,7 +241,11 @@ def test_a_failed_refinement_is_noted():
         flow.bijection.weight_inv.mul_(3)
     found = examine(flow, x)
     assert found.round_trip["refined"] < 1e-12 and found.round_trip["learned"] > 1
-    assert len(found.notes) == 2 and "R does not reconstruct" in found.notes[0] and "using the exact inverse" in found.notes[1]
+    assert (
+        len(found.notes) == 2
+        and "off by ‖RW − I‖/√D = 2.3, above 0.1, on the data as well" in found.notes[0]
+        and "using the exact inverse" in found.notes[1]
+    )
 
 
 def test_a_failed_decode_counts_as_infinite():

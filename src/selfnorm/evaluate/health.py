@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from selfnorm.bijection import located
+from selfnorm.evaluate.causes import cause_of_error
 from selfnorm.evaluate.inputs import recorded_inputs
-from selfnorm.flow import LARGEST_ERROR, Flow, InaccurateInverseWarning, Inverse
+from selfnorm.flow import Flow, InaccurateInverseWarning, Inverse
 from selfnorm.layers.linear import ConvMap
 from selfnorm.layers.stored_inverse import StoredInverse
 from selfnorm.linalg.factors import to_float64
@@ -102,18 +103,23 @@ def examine(
     for (name, layer), exact_gradient, gradient in zip(named.items(), exact, surrogate, strict=True):
         health, remarks = _examine_layer(name, layer, inputs[name], exact_gradient, gradient, generator)
         health = replace(health, stability_ratio=ratios.get(name))
-        learned = name in flow.reconstruction_names
         layers.append(health)
-        notes += [*remarks, *(_causes(health) if learned else [])]
+        notes += remarks
+        reconstruction = health.data_reconstruction, health.noise_reconstruction
+        if name in flow.reconstruction_names and (
+            cause := cause_of_error(name, health.distance, health.stability_ratio, reconstruction)
+        ):
+            notes.append(cause.line)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.simplefilter("ignore", InaccurateInverseWarning)  # the figures say it
         z = flow.base.sample(SAMPLES, generator=generator)
-        round_trips = {inverse: round_trip(flow, z, inverse) for inverse in get_args(Inverse)}
+        round_trips = {"auto": round_trip(flow, z, "auto")}
+        auto = flow.inverse_used
+        round_trips |= {inverse: round_trip(flow, z, inverse) for inverse in get_args(Inverse) if inverse != "auto"}
         sample_errors = _sample_errors(flow, z)
-        round_trip(flow, z[:1], "auto")  # so that it is the last inverse used
     notes += dict.fromkeys(str(warning.message) for warning in caught)
-    return FlowHealth(tuple(layers), round_trips, sample_errors, flow.inverse_used, tuple(notes))
+    return FlowHealth(tuple(layers), round_trips, sample_errors, auto, tuple(notes))
 
 
 def repair(flow: Flow, x: Tensor | None = None) -> tuple[str, ...]:
@@ -191,27 +197,6 @@ def _examine_layer(
         gradient_size=float(exact_gradient.norm() / (data_term.norm() + exact_term.norm())),
     )
     return health, notes
-
-
-def _causes(layer: LayerHealth) -> list[str]:
-    """Returns why a learned inverse is far off, or will be, and what to do."""
-    place, ratio = f"layer {layer.name}".strip(), layer.stability_ratio or 0.0
-    far_off = not layer.distance <= LARGEST_ERROR
-    if ratio > 1:
-        return [
-            f"{place}: the paper's objective {'lost' if far_off else 'will lose'} its inverse, because the stability ratio "
-            f"1/(8λ·λ_min(E[hhᵀ])) is {ratio:.3g}, above 1; train with inverse_likelihood=false"
-        ]
-    if not far_off:
-        return []
-    if 100 * layer.data_reconstruction < layer.noise_reconstruction:
-        return [
-            f"{place}: R reconstructs the data but not white noise: it is wrong in directions in which the data hardly varies"
-        ]
-    return [
-        f"{place}: R does not reconstruct the data either: it was trained too little, with too small a reconstruction_weight, or "
-        "not by `Loss`; a k×k kernel may also be too small to hold an inverse"
-    ]
 
 
 def _wide_gradients(value: Tensor, weights: list[Tensor]) -> list[Tensor]:

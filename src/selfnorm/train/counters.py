@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -16,7 +16,7 @@ class RunProgress:
     stale: int = 0  # validations since the best one
     worse: int = 0  # consecutive validations far above the best
     rollbacks: int = 0
-    warned: bool = False  # whether the run has said that a learned inverse is being lost
+    warned: list[str] = field(default_factory=list)  # the kinds of causes for which the run has warned of a learned inverse
     log_length: int = 0  # bytes of metrics.jsonl
     seconds: float = 0.0  # training time so far
 

@@ -230,9 +230,10 @@ class Trainer:
             best=self.progress.best_nll,
             **inverses.record(),
         )
-        if not self.progress.warned and (line := inverses.warning()):
-            self.progress.warned = True
-            self._log("warning", epoch=self.epoch, message=line)
+        for kind, line in inverses.causes().items():
+            if kind not in self.progress.warned:
+                self.progress.warned = [*self.progress.warned, kind]
+                self._log("warning", epoch=self.epoch, message=line)
         if self.progress.diverged:
             best, then = self.progress.best_nll, self.progress.best_step // self.batches.steps_per_epoch
             epoch = self.epoch

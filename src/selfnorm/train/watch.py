@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection
 from selfnorm.data.batches import Examples
+from selfnorm.evaluate.causes import cause_of_error
 from selfnorm.evaluate.stability import stability_ratios
-from selfnorm.flow import LARGEST_ERROR
 from selfnorm.objective import Loss
 
 MAX_EXAMPLES = 20_000  # of the training data, for second moments; each validation reads them, if the objective has a bound
@@ -33,22 +33,11 @@ class InverseState:
         found = {"inverse_error": list(self.errors.values()), "stability_ratio": list(self.ratios.values())}
         return {key: values for key, values in found.items() if values}
 
-    def warning(self) -> str | None:
-        """Returns which layer loses its inverse, why, and what to do, in one line; None if all is well."""
-        name, ratio = _worst(self.ratios)
-        if ratio > 1:
-            return (
-                f"layer {name} will lose its learned inverse: 1/(8λ·λ_min(E[hhᵀ])) is {ratio:.3g}, and the paper's objective "
-                "is stable only below 1. Train with inverse_likelihood=false, or with a larger reconstruction_weight "
-                "(docs/stability.md)"
-            )
-        name, error = _worst(self.errors)
-        if error > LARGEST_ERROR:
-            return (
-                f"layer {name} has a learned inverse that is off by ‖RW − I‖/√D = {error:.2g}, above {LARGEST_ERROR}. If this "
-                "lasts, try a larger reconstruction_weight or a smaller learning_rate; samples stay right, but take longer"
-            )
-        return None
+    def causes(self) -> dict[str, str]:
+        """Returns the lines to warn with, by the kind of their cause: of each kind that of the worst layer."""
+        found = {name: cause_of_error(name, error, self.ratios.get(name)) for name, error in self.errors.items()}
+        worst = sorted(found, key=lambda name: (_size(self.ratios.get(name)), _size(self.errors[name])))
+        return {cause.kind: cause.line for name in worst if (cause := found[name])}
 
 
 class InverseWatch:
@@ -81,7 +70,6 @@ def _inverse_error(layer: nn.Module) -> float | None:
     return None if planned is None else planned.inverse_error()
 
 
-def _worst(figures: dict[str, float | None]) -> tuple[str, float]:
-    """Returns the largest figure and its layer; NaN counts as infinite."""
-    known = {name: math.inf if math.isnan(value) else value for name, value in figures.items() if value is not None}
-    return max(known.items(), key=lambda item: item[1], default=("", 0.0))
+def _size(figure: float | None) -> float:
+    """Returns a figure to sort by: 0 where there is none, infinity for NaN."""
+    return 0.0 if figure is None else math.inf if math.isnan(figure) else figure
