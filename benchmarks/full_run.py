@@ -64,13 +64,15 @@ def inverses(health: list[dict[str, Any]], metrics: list[dict[str, Any]]) -> str
     """Returns a sentence on the learned inverses, or nothing if there are none."""
     if worst(metrics) is None:
         return ""
-    final = max(distance for each in health for distance in each["distance"])
+    best = max(distance for each in health for distance in each["distance"])
+    last = max(each["epoch"] for each in metrics)
+    end = worst([each for each in metrics if each["epoch"] == last])
     trips = ", ".join(f"{each['round_trip']:.2g}" for each in health)
     settled = worst([each for each in metrics if each["epoch"] > SETTLED])
     during = f", at most {settled:.2g} at all validations after epoch {SETTLED}" if settled is not None else ""
     return (
-        f" Largest ‖RW − I‖/√D of a layer: {final:.2g} with the best weights{during}. Round trip of prior samples by the learned "
-        f"inverse, median of ‖f(g(z)) − z‖/‖z‖: {trips}."
+        f" Largest ‖RW − I‖/√D of a layer: {end:.2g} at the end, {best:.2g} with the best weights{during}. Round trip of prior "
+        f"samples by the learned inverse, median of ‖f(g(z)) − z‖/‖z‖: {trips}."
     )
 
 
@@ -94,7 +96,9 @@ def main() -> None:
     device = resolve_device(chosen.device)
     health = []
     for folder, seed in zip(folders, seeds, strict=True):
-        found = Trained.open(folder.path, device).health(200, chosen.data)
+        trained = Trained.open(folder.path, device)
+        train = trained.examples("train", chosen.data)
+        found = trained.health(train.random_examples(200, seed=0), train)
         figures = {
             "distance": [layer.distance for layer in found.layers],
             "condition": [layer.condition for layer in found.layers],

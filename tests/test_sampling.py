@@ -156,7 +156,7 @@ def test_the_learned_inverse_warns_once_for_each_set_of_weights():
         flow.sample(2, "learned")
     assert len(caught) == 1 and issubclass(InaccurateInverseWarning, RuntimeWarning)
     message = str(caught[0].message)
-    assert "layer 1, SelfNormLinear(3, bias=True) (and 1 more layers)" in message and "inverse='auto'" in message
+    assert "layer 1, SelfNormLinear(3, bias=True) (and 1 more layer)" in message and "inverse='auto'" in message
     figure = float(message.split("got ")[1].split(";")[0])
     assert figure == pytest.approx(0.5, rel=0.15)
     for _ in range(3):

@@ -215,7 +215,7 @@ class Flow(nn.Module):
         far = {name: error for name, error in errors.items() if error is not None and not error <= LARGEST_ERROR}
         if far:
             worst = max(far, key=lambda name: math.inf if math.isnan(far[name]) else far[name])
-            others = f" (and {len(far) - 1} more layers)" if len(far) > 1 else ""
+            others = f" (and {len(far) - 1} more layer{'s' * (len(far) > 2)})" if len(far) > 1 else ""
             place = f"layer {worst}, " if worst else ""
             warnings.warn(
                 f"Flow.decode(inverse='learned'): {place}{describe(layers[worst])}{others}: expected a learned inverse with "

@@ -56,9 +56,10 @@ ERRORS = {
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_every_z_is_inverted_to_the_tolerance(name, factorisations):
-    layer = linear_with_error(ERRORS[name]())
+    E = ERRORS[name]()
+    layer = linear_with_error(E)
     W, features = layer.weight.detach(), layer.features
-    worst = torch.linalg.svd(torch.linalg.matrix_power(ERRORS[name](), 3))[2][0]
+    worst = torch.linalg.svd(torch.linalg.matrix_power(E, 3))[2][0]
     x = torch.cat([torch.randn(20, features), worst[None], torch.eye(features)])
     factorisations.clear()
     found = layer.auto_inverse(x @ W.T + layer.bias)

@@ -129,6 +129,48 @@ def test_mean_counts():
     assert above < 0 < below
 
 
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+def test_determinant_of_the_paper(dimensions):
+    """Theorem 1, with its constant: the determinant for a curvature that leaves nothing neutral."""
+    S, x, W, base, _ = linear_case(dimensions, "curved")
+    K = W.mT @ base.curvature @ W
+    transposition = torch.eye(dimensions**2).view(dimensions, dimensions, -1).transpose(0, 1).reshape(dimensions**2, -1)
+    hessian = torch.kron(K, S) + transposition
+    s = torch.linalg.eigvalsh(S)
+    for weight in (0.01, 0.3, 4.0):
+        pairs = torch.triu_indices(dimensions, dimensions, 1)
+        factors = [4 * weight * s - 0.5, 16 * weight**2 * s[pairs[0]] * s[pairs[1]] - 0.25]
+        expected = torch.linalg.det(hessian / 2) * torch.cat(factors).prod()
+        torch.testing.assert_close(torch.linalg.det(jacobian(linear_loss(W, base, weight, True), x)), expected, rtol=1e-5, atol=0)
+
+
+def test_bound_with_a_bias_and_a_mean():
+    """The bias trains, too, so that the rest of the flow sees the covariance, while the penalty sees the second moment."""
+    covariance, mean = positive(2), torch.tensor([0.7, -0.4])
+    rows = torch.randn(12, 2)
+    rows = torch.linalg.qr(rows - rows.mean(0)).Q * math.sqrt(12)
+    x = rows @ symmetric_power(covariance, 0.5) + mean
+    S, W = x.mT @ x / len(x), symmetric_power(covariance, -0.5)
+    torch.testing.assert_close(S, covariance + torch.outer(mean, mean))
+
+    def loss_of(weight, inverse_likelihood=True):
+        layer = SelfNormLinear(2)
+        with torch.no_grad():
+            for parameter, value in zip(layer.parameters(), (W, -W @ mean, torch.linalg.inv(W)), strict=True):
+                parameter.copy_(value)
+        return Loss(Flow(Chain(layer)), weight, inverse_likelihood=inverse_likelihood)
+
+    resting = loss_of(1.0)
+    assert [name.split(".")[-1] for name, _ in resting.named_parameters()] == ["weight", "bias", "weight_inv"]
+    assert velocity(resting, x, [*resting.parameters()]).abs().max() < 1e-12
+    A = torch.tensor([[0.0, 1.0], [-1.0, 0.0]])  # rotates z
+    neutral = torch.cat([(A @ W).flatten(), -A @ W @ mean, -torch.linalg.solve(W, A).flatten()])[:, None]
+    above, below = growths_around(bound_of(S), loss_of, x, neutral)
+    assert above < 0 < below
+    for weight in (1e-2, 1e2):
+        assert growth(loss_of(weight, inverse_likelihood=False), x, neutral) < 0
+
+
 def kernel_of(symbols):
     """Returns the real kernel (C, C, k, k) of a circular convolution on k × k images, k odd, from its symbols (k, k, C, C)."""
     taps = torch.fft.fft2(symbols, dim=(0, 1)) / symbols[..., 0, 0].numel()
@@ -254,9 +296,10 @@ def test_bound_of_a_hidden_layer(layer):
 
 
 def test_bound_of_a_whole_flow():
-    """If all layers train, the determinant of the Jacobian changes sign at every layer's bound, and only there.
+    """If all layers train, the determinant of the Jacobian has the sign of the factors of theorem 1 of all layers together.
 
-    That is all: two growing modes leave the determinant positive, and small λ can have them in either objective.
+    So it changes at every layer's bound. That is all: two growing modes leave the determinant positive, and small λ can have them
+    in either objective.
     """
     x, loss_of, neutral_of, moments = whole_flow()
     neutral = neutral_of(loss_of(1.0))
@@ -265,7 +308,14 @@ def test_bound_of_a_whole_flow():
     def sign(weight, inverse_likelihood=True):
         return int(torch.linalg.slogdet(rest.mT @ -jacobian(loss_of(weight, inverse_likelihood), x) @ rest).sign)
 
+    def expected(weight):
+        first, second = torch.linalg.eigvalsh(moments).mT * weight
+        factors = torch.cat([4 * first - 0.5, 4 * second - 0.5, 16 * first * second - 0.25])
+        return int(factors.prod().sign())
+
     bounds = [bound_of(S) for S in moments]
+    for weight in max(bounds) * torch.logspace(-2.5, 1, 24):
+        assert sign(float(weight)) == expected(float(weight))
     for bound in bounds:
         assert sign(bound * (1 + MARGIN)) == -sign(bound * (1 - MARGIN))
     assert sign(10 * max(bounds)) == sign(1.01 * max(bounds)) == 1

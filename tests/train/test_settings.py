@@ -214,7 +214,7 @@ def test_settings_that_are_gone_are_told_only_if_they_were_on(recwarn):
     assert from_mapping({"name": "mine", "objective": off}, "here") == Recipe("mine").changed(**EARLIER)
     assert not recwarn.list
     for setting in ({"symmetric": True}, {"polish": "low-rank"}, {"debias": 4}):
-        with pytest.warns(UserWarning, match="here: .* has no effect any more"):
+        with pytest.warns(UserWarning, match="here: .* is no longer supported and is ignored"):
             assert from_mapping({"name": "mine"} | setting, "here") == Recipe("mine").changed(**EARLIER)
 
 

@@ -76,7 +76,9 @@ def sample(
     n: Annotated[int, typer.Option("-n", min=1, help="Number of samples.")] = 64,
     inverse: Annotated[
         InverseChoice,
-        typer.Option(help="auto, exact and refined follow the model's density; learned is fastest, and as good as R."),
+        typer.Option(
+            help="auto, exact and refined follow the density; learned is fastest, but only as accurate as the learned inverse."
+        ),
     ] = InverseChoice.auto,
     output: Output = None,
     seed: Seed = 0,
@@ -164,11 +166,12 @@ def doctor(
     inverses for linear layers and 1×1 kernels, and least-squares ones for larger kernels where that improves on the learned one.
     """
     trained = Trained.open(run, resolve_device(device))
-    folder = absolute_folder(data)
-    print_health(trained.health(examples, folder), json)
+    train = trained.examples("train", absolute_folder(data))
+    x = train.random_examples(examples, seed=0)
+    print_health(trained.health(x, train), json)
     if not repair_inverses:
         return
-    repaired = repair(trained.flow, trained.examples("train", folder).random_examples(examples, seed=0))
+    repaired = repair(trained.flow, x)
     if not repaired:
         ERR.print("nothing to repair; no file was written")
         return
@@ -177,7 +180,7 @@ def doctor(
     save_checkpoint(output, replace(trained.checkpoint, tensors=tensors))
     if not json:
         OUT.print(f"\nrepaired {', '.join(repaired)}; written to {output}")
-    print_health(trained.health(examples, folder), json)
+    print_health(trained.health(x, train), json)
 
 
 def _write_csv(stream: TextIO, rows: list[dict[str, Any]]) -> None:

@@ -70,7 +70,9 @@ class _SelfNormalizing(StoredInverse):
         z, log_det, reconstruction = self.self_normalize(x)
         return Surrogate(z + self.broadcast_bias(), log_det, reconstruction)
 
-    def _chosen_inverse_likelihood(self) -> bool:
+    def _remembered_objective(self) -> bool:
+        """Returns `inverse_likelihood` of the current step, and keeps it for a pass outside of the loss, as when activation
+        checkpointing computes this layer again."""
         chosen = current_step().inverse_likelihood
         if chosen is not None:
             self.inverse_likelihood = chosen
@@ -103,13 +105,11 @@ class SelfNormLinear(_SelfNormalizing, DenseMap):
         from selfnorm.kernels.dense.selfnorm import FusedSelfNormLinear
 
         return Surrogate(
-            *FusedSelfNormLinear.apply(
-                x, self.weight, self.weight_inv, self.bias, self._chosen_inverse_likelihood(), current_step()
-            )
+            *FusedSelfNormLinear.apply(x, self.weight, self.weight_inv, self.bias, self._remembered_objective(), current_step())
         )
 
     def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return _SelfNormLinear.apply(x, self.weight, self.weight_inv, self._chosen_inverse_likelihood())
+        return _SelfNormLinear.apply(x, self.weight, self.weight_inv, self._remembered_objective())
 
     def apply_inverse(self, z: Tensor) -> Tensor:
         return z @ self.weight_inv.mT
@@ -165,12 +165,10 @@ class SelfNormConv2d(_SelfNormalizing, ConvMap):
             return None
         from selfnorm.kernels.conv.selfnorm import FusedSelfNormConv2d
 
-        return Surrogate(
-            *FusedSelfNormConv2d.apply(x, self.weight, self.weight_inv, self.bias, self._chosen_inverse_likelihood())
-        )
+        return Surrogate(*FusedSelfNormConv2d.apply(x, self.weight, self.weight_inv, self.bias, self._remembered_objective()))
 
     def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return _SelfNormConv2d.apply(x, self.weight, self.weight_inv, self.geometry, self._chosen_inverse_likelihood())
+        return _SelfNormConv2d.apply(x, self.weight, self.weight_inv, self.geometry, self._remembered_objective())
 
     def apply_inverse(self, z: Tensor) -> Tensor:
         return convolve_without_gradient(z, self.weight_inv, self.geometry)

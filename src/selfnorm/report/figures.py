@@ -117,6 +117,7 @@ def run_curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Se
         ("error of the learned inverse", "‖RW − I‖/√D"): (when, _by_layer(validations, "inverse_error")),
         ("stability ratio, unstable above 1", "1/(8λ·λ_min(E[hhᵀ]))"): (when, _by_layer(validations, "stability_ratio")),
     }
+    limits = {"stability ratio, unstable above 1": 1}
     by_layer = {title: (x, y) for title, (x, y) in by_layer.items() if y.size}
     weight = _by_layer(epochs, "reconstruction_weight", "weight")
     varies = weight.size > 0 and not np.all(weight == weight.flat[0])
@@ -146,8 +147,8 @@ def run_curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Se
         _layer_lines(ax, x, y, names)
         if (y > 0).any():
             ax.set_yscale("log", nonpositive="mask")
-        if "ratio" in title:
-            ax.axhline(1, color="tab:red", linewidth=0.8, linestyle="--")
+        if title in limits:
+            ax.axhline(limits[title], color="tab:red", linewidth=0.8, linestyle="--")
         ax.set(title=title, ylabel=label)
     if varies:
         ax = next(axes)

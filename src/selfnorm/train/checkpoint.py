@@ -59,9 +59,9 @@ class Checkpoint:
             ) from None
         return flow.eval()
 
-    def loss(self) -> Loss:
-        """Returns the objective of the run, with the stored weights and multipliers, on the CPU."""
-        loss = build_loss(self.recipe, self.flow())
+    def loss_of(self, flow: Flow) -> Loss:
+        """Returns the run's objective for its flow, with the stored multipliers."""
+        loss = build_loss(self.recipe, flow)
         # A repaired checkpoint has only weights; then the recipe's λ stays.
         loss.penalty.load_state_dict(self.part("loss.penalty."), strict=False)
         return loss

@@ -15,7 +15,7 @@ from selfnorm.train.recipe import FLAT_KEYS, REMOVED, TYPES, Recipe, path_of
 
 # What files mean that lack a setting because they are older, if that is not its default: earlier versions trained with the
 # paper's objective.
-BEFORE = {"objective.inverse_likelihood": True}
+OLDER_DEFAULTS = {"objective.inverse_likelihood": True}
 
 
 def override(recipe: Recipe, settings: Iterable[str]) -> Recipe:
@@ -46,7 +46,9 @@ def from_mapping(values: Mapping[str, Any], where: str) -> Recipe:
         path = FLAT_KEYS.get(key, key)
         if (name := path.removeprefix("objective.")) in REMOVED:
             if (off := REMOVED[name]) is not None and value not in off:
-                warnings.warn(f"{where}: {name} = {value!r} has no effect any more, also if the run is resumed", stacklevel=2)
+                warnings.warn(
+                    f"{where}: {name} = {value!r} is no longer supported and is ignored, also if the run is resumed", stacklevel=2
+                )
             continue
         if path not in TYPES:
             unknown.append(key)
@@ -61,7 +63,7 @@ def from_mapping(values: Mapping[str, Any], where: str) -> Recipe:
         wrong = f"unknown {', '.join(sorted(unknown))}" if unknown else "no name"
         raise ValueError(f"{where}: expected a recipe with the settings {', '.join(TYPES)}, got {wrong}")
     with located(where):
-        return Recipe(read.pop("name")).changed(**(BEFORE | read))
+        return Recipe(read.pop("name")).changed(**(OLDER_DEFAULTS | read))
 
 
 def to_toml(recipe: Recipe) -> str:

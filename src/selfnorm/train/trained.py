@@ -20,6 +20,7 @@ from selfnorm.data.dataset import fingerprint, is_image
 from selfnorm.evaluate.health import FlowHealth, examine
 from selfnorm.evaluate.likelihood import Likelihood, evaluating, likelihood, mean_log_likelihoods, reference_scores
 from selfnorm.evaluate.sampler import Sampler
+from selfnorm.evaluate.stability import stability_ratios
 from selfnorm.flow import Flow, Inverse
 from selfnorm.report import figures
 from selfnorm.runtime.files import replacing
@@ -27,7 +28,7 @@ from selfnorm.runtime.precision import Precision
 from selfnorm.runtime.threads import cpu_threads
 from selfnorm.train.checkpoint import Checkpoint, checkpoint_path, read_checkpoint
 from selfnorm.train.folder import RunFolder
-from selfnorm.train.watch import InverseWatch
+from selfnorm.train.watch import MAX_EXAMPLES
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,14 @@ class Trained:
                 precision=precision,
             )
 
-    def health(self, examples: int, data_dir: str | None = None) -> FlowHealth:
-        """Returns the figures of the stored inverses on some training examples, with the stability of the run's objective."""
-        train, recipe = self.examples("train", data_dir), self.checkpoint.recipe
+    def health(self, x: Tensor, train: Examples) -> FlowHealth:
+        """Returns the figures of the stored inverses on a batch x, and the stability of their training on the training data."""
+        recipe = self.checkpoint.recipe
         with cpu_threads(recipe.optimiser.threads):
-            loss = self.checkpoint.loss().to(self.device)
-            watch = InverseWatch(loss, train, recipe.evaluation.batch_size, recipe.optimiser.seed)
-            return examine(self.flow, train.random_examples(examples, seed=0), ratios=watch.measure().ratios)
+            loss = self.checkpoint.loss_of(self.flow).to(self.device)
+            some = train.subset(MAX_EXAMPLES, recipe.optimiser.seed, "watch")
+            batches = some.in_order(recipe.evaluation.batch_size, recipe.optimiser.seed)
+            return examine(self.flow, x, ratios=stability_ratios(loss, batches))
 
     def sample(self, n: int, inverse: Inverse, seed: int) -> Tensor:
         """Returns n samples on the CPU, drawn in batches."""

@@ -17,7 +17,8 @@ class FusedSelfNormLinear(torch.autograd.Function):
     """x (N, D), W, R (D, D), b (D,) or None -> Wx + b, zeros (N,), ‖RWx − x‖² (N, 1): 4 products in 3 launches.
 
     The other 2 products, the weights' gradients, go to the step's collector as factors, if it has one. One-sided, if the input
-    needs no gradient, there are 3 products, all of them in the forward pass: R's gradient waits for nothing from above.
+    needs no gradient, there are 3 products, all in the forward pass: the penalty's part of W's gradient, eR, needs nothing from
+    above.
     """
 
     @staticmethod
