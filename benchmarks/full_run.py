@@ -10,6 +10,7 @@ machine and date are those of the first run.
 
 from __future__ import annotations
 
+import math
 import shutil
 import statistics
 from pathlib import Path
@@ -41,7 +42,7 @@ def course(records: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
                 for key in ("reconstruction", "inverse_error", "stability_ratio")
                 if (values := epochs[each["epoch"]].get(key) or each.get(key))
             },
-            "step_ms": round(1e3 * epochs[each["epoch"]]["step_seconds"], 4),
+            "step_ms": _milliseconds(epochs[each["epoch"]]["step_seconds"]),
             "seconds": round(each["seconds"], 1),
         }
         for each in records
@@ -50,8 +51,11 @@ def course(records: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
 
 
 def worst(metrics: list[dict[str, Any]]) -> float | None:
-    """Returns the largest error of a learned inverse among validations; None if there are none."""
-    return max((error for each in metrics for error in each.get("inverse_error", []) if error is not None), default=None)
+    """Returns the largest error of a learned inverse among validations; None if there are none. A number that is not finite is
+    null in a log."""
+    return max(
+        (math.inf if error is None else error for each in metrics for error in each.get("inverse_error", [])), default=None
+    )
 
 
 def spread(values: list[float]) -> str:
@@ -110,13 +114,13 @@ def main() -> None:
     rows: list[list[Cell]] = []
     for at in shown:
         some = [runs[at] for runs in by_seed]
-        error = worst(some)
+        times = [each["step_ms"] for each in some if each["step_ms"] is not None]
         rows.append(
             [
                 some[0]["epoch"],
                 round(statistics.mean(each["nll"] for each in some), 2),
-                error,
-                round(statistics.median(each["step_ms"] for each in some), 4),
+                worst(some),
+                statistics.median(times) if times else None,
                 round(max(each["seconds"] for each in some) / 60, 2),
             ]
         )
@@ -143,6 +147,11 @@ def main() -> None:
     )
     if chosen.json and folders[0].samples.exists():
         shutil.copyfile(folders[0].samples, chosen.json.with_suffix(".png"))
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    """Returns the time of a step; None for an epoch that was resumed in its middle."""
+    return None if seconds is None else round(1e3 * seconds, 4)
 
 
 def _rounded(value: float | None) -> float | None:

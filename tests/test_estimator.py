@@ -139,6 +139,7 @@ def test_overfitting_ends_training_early_with_the_best_weights():
     assert np.isfinite(model.score_samples(gaussian(3, 0))).all()
 
 
+@pytest.mark.filterwarnings("ignore::selfnorm.objective.UnstableObjectiveWarning")
 def test_divergence_keeps_the_best_weights_and_says_so():
     rows = gaussian(300, 0)
     with pytest.warns(ConvergenceWarning, match="SelfNormDensity: training diverged"):

@@ -94,7 +94,19 @@ def test_probes_out_of_range(probes):
         Loss(fc_flow(3), probes=probes)
 
 
-@pytest.mark.parametrize(("weight", "probes", "bound"), [(0.1, 0, "1.25"), (0.0, 0, "inf"), (0.05, 8, "1.5")])
+@pytest.mark.parametrize("value", ["false", None, 1, torch.tensor(True)])
+def test_the_objective_is_true_or_false(value):
+    with pytest.raises(ValueError, match="Loss: expected inverse_likelihood to be True or False, got"):
+        Loss(fc_flow(3), inverse_likelihood=value)
+
+
+@pytest.mark.parametrize("inverse_likelihood", [True, False])
+def test_a_weight_of_zero_warns(inverse_likelihood):
+    with pytest.warns(UnstableObjectiveWarning, match="λ = 0, nothing trains the learned inverses"):
+        Loss(fc_flow(3), 0.0, inverse_likelihood=inverse_likelihood)
+
+
+@pytest.mark.parametrize(("weight", "probes", "bound"), [(0.1, 0, "1.25"), (0.05, 8, "1.5")])
 def test_a_weight_too_small_for_the_paper_warns(weight, probes, bound):
     with pytest.warns(
         UnstableObjectiveWarning, match=f"λ = {weight:g}, .* second moment below {bound} .*inverse_likelihood=False"

@@ -186,3 +186,22 @@ def test_a_flow_of_one_layer_warns_by_its_name():
         flow.bijection.weight_inv.mul_(2)
     with pytest.warns(InaccurateInverseWarning, match=r"^Flow.decode\(inverse='learned'\): SelfNormLinear\(3, bias=True\): "):
         flow.sample(1, "learned")
+
+
+@pytest.mark.parametrize(
+    ("linear", "inverse", "used"),
+    [
+        ("exact", "learned", "exact inverse"),
+        ("exact", "auto", "exact inverse"),
+        ("tracked", "auto", "tracked inverse, "),
+        ("tracked", "learned", "tracked inverse"),
+        ("selfnorm", "learned", "learned inverse"),
+        ("selfnorm", "refined", "learned inverse, refined, or the exact one where that failed"),
+        ("selfnorm", "exact", "exact inverse"),
+    ],
+)
+def test_the_inverse_used_is_one_that_the_flow_has(linear, inverse, used):
+    flow = fc_flow(3, linear=linear)
+    assert flow.inverse_used == ""
+    flow.sample(2, inverse)
+    assert flow.inverse_used.startswith(used)

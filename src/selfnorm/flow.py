@@ -133,9 +133,15 @@ class Flow(nn.Module):
 
         For "auto" this tells the layers that used the learned inverse, and in how many steps, from those that used the exact one.
         """
+        if not self._last_inverse:
+            return ""
+        layers = self.planned_inverses()
+        if not layers or self._last_inverse == "exact":
+            return "exact inverse"
+        stored = "learned" if self.reconstruction_names else "tracked"
         if self._last_inverse == "auto":
-            return _in_words({name: layer.last_plan for name, layer in self.planned_inverses().items()})
-        return f"{self._last_inverse} inverse" if self._last_inverse else ""
+            return _in_words({name: layer.last_plan for name, layer in layers.items()}, stored)
+        return f"{stored} inverse" + (", refined, or the exact one where that failed" if self._last_inverse == "refined" else "")
 
     def log_prob(self, x: Tensor, *, context: Tensor | None = None) -> Tensor:
         """Returns log p(x), (N,): exact. Linear layers factorise their weight once; further batches cost no factorisation."""
@@ -297,8 +303,11 @@ def _mark(value: Tensor) -> tuple[int, ...]:
     return value.data_ptr(), 0 if value.is_inference() else value._version
 
 
-def _in_words(plans: dict[str, InversePlan | None]) -> str:
-    """Returns what `auto_inverse` does by these plans, by layer; layers without a plan are not used."""
+def _in_words(plans: dict[str, InversePlan | None], stored: str) -> str:
+    """Returns what `auto_inverse` does by these plans, by layer; layers without a plan are not used.
+
+    stored: how the stored inverses came about, "learned" or "tracked".
+    """
     known = {name: plan for name, plan in plans.items() if plan is not None}
     steps = [plan.steps for plan in known.values() if plan.steps is not None]
     exact = {name: plan.error for name, plan in known.items() if plan.steps is None}
@@ -308,12 +317,12 @@ def _in_words(plans: dict[str, InversePlan | None]) -> str:
     if steps:
         span = f"{steps[0]}" if len(set(steps)) == 1 else f"{min(steps)} to {max(steps)}"
         times = f"refined by {span} step{'s' * (span != '1')}" if any(steps) else "as it is"
-        parts.append(f"learned inverse, {times}, in {_counted(len(steps))}")
+        parts.append(f"{stored} inverse, {times}, in {_counted(len(steps))}")
     if exact:
         listed = [f"{name} ({error:.2g})" if name else f"{error:.2g}" for name, error in list(exact.items())[:3]]
         more = f" and {len(exact) - len(listed)} more" if len(exact) > len(listed) else ""
         parts.append(
-            f"exact inverse in {_counted(len(exact))}, where refining the learned one takes more than {MAX_REFINEMENTS} steps; "
+            f"exact inverse in {_counted(len(exact))}, where refining the {stored} one takes more than {MAX_REFINEMENTS} steps; "
             f"‖RW − I‖/√D: {', '.join(listed)}{more}"
         )
     return "; ".join(parts)

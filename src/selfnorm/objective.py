@@ -64,8 +64,10 @@ class Loss(nn.Module):
             raise ValueError(f"Loss: expected at most {MAX_PROBES:,} probes, got {probes}")
         if self.probes and not flow.reconstruction_names:
             warnings.warn(f"Loss: probes={probes} has no effect: no layer of the flow learns its inverse", stacklevel=2)
+        if not isinstance(inverse_likelihood, bool):
+            raise ValueError(f"Loss: expected inverse_likelihood to be True or False, got {inverse_likelihood!r}")
         self.inverse_likelihood = inverse_likelihood
-        if inverse_likelihood and flow.reconstruction_names:
+        if type(self.penalty) is Fixed and flow.reconstruction_names:  # other penalties move their λ
             self._warn_of_small_weight()
         for name, layer in zip(flow.reconstruction_names, self._layers(), strict=True):
             if not (is_learned_inverse(layer) if probes else hasattr(layer, "example_shape")):
@@ -132,19 +134,20 @@ class Loss(nn.Module):
         return usual and usable(x, self.penalty.reconstruction_weight if len(self.penalty.reconstruction_weight) else None)
 
     def _warn_of_small_weight(self) -> None:
-        """Warns of a λ with which the paper's objective loses inputs of unit second moment (docs/stability.md)."""
-        if type(self.penalty) is not Fixed:
-            return  # its λ moves
+        """Warns of a λ that trains no inverse, or with which the paper's objective loses inputs of unit second moment
+        (docs/stability.md)."""
         weight, noise = float(self.penalty.reconstruction_weight.max()), float(self.probes > 0)
-        if 8 * weight * (1 + noise) <= 1:
-            bound = 1 / (8 * weight) - noise if weight else math.inf
-            warnings.warn(
-                f"Loss: with λ = {weight:g}, the paper's objective (inverse_likelihood=True) loses the learned inverse of every "
-                f"layer whose input has a second moment below {bound:.3g} in some direction. Use inverse_likelihood=False, "
-                "which has no such bound, or a larger λ",
-                UnstableObjectiveWarning,
-                stacklevel=3,
+        if weight == 0:
+            line = "with λ = 0, nothing trains the learned inverses, nor the gradients that rely on them. Use a λ above 0"
+        elif self.inverse_likelihood and 8 * weight * (1 + noise) <= 1:
+            line = (
+                f"with λ = {weight:g}, the paper's objective (inverse_likelihood=True) loses the learned inverse of every layer "
+                f"whose input has a second moment below {1 / (8 * weight) - noise:.3g} in some direction. Use "
+                "inverse_likelihood=False, which has no such bound, or a larger λ"
             )
+        else:
+            return
+        warnings.warn(f"Loss: {line}", UnstableObjectiveWarning, stacklevel=3)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         state_dict.pop(prefix + "steps", None)  # counted by earlier versions for settings that are gone

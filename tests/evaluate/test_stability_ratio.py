@@ -51,6 +51,7 @@ def test_without_variance_or_weight_the_ratio_is_huge_and_not_a_number_of_the_wr
     flow = Flow(Chain(SelfNormLinear(3)))
     flat = torch.randn(50, 1) * torch.ones(3)
     assert stability_ratios(Loss(flow, 1.0, inverse_likelihood=True), [flat])["0"] > 1e6
+    assert stability_ratios(Loss(flow, 1.0, inverse_likelihood=True), [torch.zeros(5, 3), torch.zeros(0, 3)])["0"] == math.inf
     assert stability_ratios(Loss(flow, 0.0, inverse_likelihood=True), [torch.randn(50, 3)])["0"] == math.inf
 
 

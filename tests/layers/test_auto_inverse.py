@@ -68,6 +68,17 @@ def test_every_z_is_inverted_to_the_tolerance(name, factorisations):
     assert layer.last_plan.steps is not None
 
 
+def test_powers_that_amplify_rounding_errors_are_not_used():
+    """The 32nd power of this error is zero, but the 31st is 5³¹."""
+    layer = SelfNormLinear(32)
+    with torch.no_grad():
+        layer.weight.copy_(torch.eye(32))
+        layer.weight_inv.copy_(torch.eye(32) - torch.diag(torch.full((31,), 5.0), 1))
+    z = torch.randn(4, 32)
+    assert (layer.auto_inverse(z) - layer.inverse(z)[0]).norm() <= TOLERANCE * z.norm()
+    assert layer.last_plan.steps is None
+
+
 @pytest.mark.parametrize("name", ERRORS)
 def test_the_steps_are_the_fewest_that_the_bound_allows(name):
     E = ERRORS[name]()

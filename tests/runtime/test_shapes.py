@@ -63,3 +63,12 @@ def test_a_loaded_shape_replaces_the_one_seen_before():
     assert other.sample(1).shape == (1, 1, 4, 4)
     other.log_prob(torch.randn(2, 1, 5, 5))
     assert other.sample(1).shape == (1, 1, 5, 5)
+
+
+def test_a_state_whose_numbers_are_all_floats_still_has_a_shape():
+    """As an average of states has."""
+    flow = Flow(Chain(SelfNormLinear(4)))
+    flow.log_prob(torch.randn(2, 4))
+    other = Flow(Chain(SelfNormLinear(4)))
+    other.load_state_dict({name: value.double() for name, value in flow.state_dict().items()})
+    assert other.sample(3).shape == (3, 4)

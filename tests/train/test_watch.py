@@ -81,6 +81,16 @@ def test_a_run_warns_once_also_after_it_was_resumed(tmp_path, monkeypatch):
     assert len(of_kind(RunFolder(tmp_path / "stopped").read_log(), "warning")) == 1
 
 
+def test_a_second_crossing_after_a_recovery_is_told_again(monkeypatch):
+    ratios = iter([0.9, 1.1, 1.2, 0.9, 1.3, 0.4, 0.9, 1.5])
+    records = []
+    trainer = Trainer(digits(*SMALL, "epochs=16"), load_dataset("digits"), report=records.append)
+    monkeypatch.setattr(trainer._watch, "measure", lambda check: InverseState({"4": 0.01}, {"4": next(ratios)}))
+    trainer.start()
+    trainer.run()
+    assert [record["epoch"] for record in of_kind(records, "warning")] == [4, 16]
+
+
 def test_a_rollback_does_not_repeat_the_warning():
     trainer = started(PAPER, "weight=0.5", "on_divergence=rollback")
     trainer.progress.warned = ["stability"]

@@ -177,6 +177,7 @@ def doctor(
         return
     output = output or trained.path.with_name("repaired.safetensors")
     tensors = {f"loss.flow.{name}": value for name, value in trained.flow.state_dict().items()}
+    tensors |= {f"loss.penalty.{name}": value for name, value in trained.checkpoint.part("loss.penalty.").items()}
     save_checkpoint(output, replace(trained.checkpoint, tensors=tensors))
     if not json:
         OUT.print(f"\nrepaired {', '.join(repaired)}; written to {output}")

@@ -37,12 +37,12 @@ def stability_ratios(loss: Loss, batches: Iterable[Tensor]) -> dict[str, float |
     dimensions: dict[str, int] = {}
     examples = 0
     with evaluating(flow):
-        for x in batches:
+        for x in filter(len, batches):
             with recorded_inputs("stability_ratios", known) as inputs:
                 flow.encode(x)
             examples += len(x)
             for name, h in inputs.items():
-                dimensions[name] = h[0].numel()
+                dimensions[name] = math.prod(h.shape[1:])
                 if (moment := _second_moment(known[name], h)) is not None:
                     # A running mean over all examples so far.
                     before = moments.get(name, torch.zeros_like(moment))

@@ -56,7 +56,7 @@ def moment_on_centre(moment: Tensor, kernel_size: tuple[int, int], centre_size: 
 
 def weakest_hold(moment: Tensor, kernel_size: tuple[int, int]) -> float:
     """Returns the largest μ with Te = μ·eP for a kernel e (c, c, kh, kw), where T transposes its map and P (m, m) is a moment of
-    patches, m = c·kh·kw. It is 1/λ_min(P) for 1×1 kernels, and at most that for others.
+    patches, m = c·kh·kw. It is 1/λ_min(P) for 1×1 kernels, and at most that for others; infinite for P = 0.
 
     Cost: O(m³), and O(c·m²) for each iteration of Lanczos' method.
     """
@@ -65,6 +65,8 @@ def weakest_hold(moment: Tensor, kernel_size: tuple[int, int]) -> float:
     values, vectors = torch.linalg.eigh(moment)
     # Rounding may make the smallest of very different eigenvalues negative.
     values = values.clamp_min(torch.finfo(values.dtype).eps * float(values.max()))
+    if not values[0] > 0:
+        return math.inf  # all zero
     if kernel_size == (1, 1):
         return 1 / float(values[0])
     root = ((vectors * values.rsqrt()) @ vectors.mT).cpu().numpy()

@@ -257,18 +257,18 @@ def _robust_line(ax: Axes, x: Array, y: Array) -> None:
 def _layer_lines(ax: Axes, x: Array, y: Array, names: Sequence[str]) -> None:
     from matplotlib import colormaps
 
-    layers = y.shape[1]
+    layers, marker = y.shape[1], "." if len(y) == 1 else None  # a line needs two points
     if layers <= 6:
         for index in range(layers):
             label = f"layer {names[index]}".strip() if len(names) == layers else None
-            ax.plot(x, y[:, index], label=label, color=f"C{index}", linewidth=1.2)
+            ax.plot(x, y[:, index], label=label, color=f"C{index}", linewidth=1.2, marker=marker)
         if len(names) == layers:
             ax.legend(frameon=False, fontsize=8, loc="best", ncols=1 + (layers > 3))
         return
     for index in range(layers):
         ends = {0: "first layer", layers - 1: f"last of {layers}"}
         colour = colormaps["viridis"](0.9 * index / (layers - 1))
-        ax.plot(x, y[:, index], label=ends.get(index), color=colour, linewidth=0.8)
+        ax.plot(x, y[:, index], label=ends.get(index), color=colour, linewidth=0.8, marker=marker)
     ax.legend(frameon=False, fontsize=8, loc="best")
 
 

@@ -27,5 +27,5 @@ class ShapeMemory(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         stored = state_dict.pop(prefix + "shape", None)
         if stored is not None and self._fixed is None:
-            self._seen = tuple(stored.tolist())
+            self._seen = tuple(map(round, stored.tolist()))  # an average of states has floats
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -62,7 +62,7 @@ class Checkpoint:
     def loss_of(self, flow: Flow) -> Loss:
         """Returns the run's objective for its flow, with the stored multipliers."""
         loss = build_loss(self.recipe, flow)
-        # A repaired checkpoint has only weights; then the recipe's λ stays.
+        # Checkpoints that earlier versions repaired have only weights; then the recipe's λ stays.
         loss.penalty.load_state_dict(self.part("loss.penalty."), strict=False)
         return loss
 

@@ -16,7 +16,7 @@ class RunProgress:
     stale: int = 0  # validations since the best one
     worse: int = 0  # consecutive validations far above the best
     rollbacks: int = 0
-    warned: list[str] = field(default_factory=list)  # the kinds of causes for which the run has warned of a learned inverse
+    warned: list[str] = field(default_factory=list)  # kinds of causes for which a warning stands
     log_length: int = 0  # bytes of metrics.jsonl
     seconds: float = 0.0  # training time so far
 

@@ -230,10 +230,11 @@ class Trainer:
             best=self.progress.best_nll,
             **inverses.record(),
         )
-        for kind, line in inverses.causes().items():
-            if kind not in self.progress.warned:
-                self.progress.warned = [*self.progress.warned, kind]
-                self._log("warning", epoch=self.epoch, message=line)
+        known = set(self.progress.warned) - inverses.recovered()
+        causes = inverses.causes()
+        self.progress.warned = sorted(known | causes.keys())
+        for kind in causes.keys() - known:
+            self._log("warning", epoch=self.epoch, message=causes[kind])
         if self.progress.diverged:
             best, then = self.progress.best_nll, self.progress.best_step // self.batches.steps_per_epoch
             epoch = self.epoch

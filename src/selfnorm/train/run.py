@@ -292,7 +292,7 @@ def draw_samples(path: Path, flow: Flow, train: Examples, columns: tuple[str, ..
     data = train.random_examples(64 if image else 1000, seed=0)
     kinds: dict[str, Inverse] = {"samples": "auto"}
     if flow.planned_inverses():
-        kinds["learned inverse"] = "learned"
+        kinds[f"{'learned' if flow.reconstruction_names else 'tracked'} inverse"] = "learned"
     # The figure shows what the warning would say.
     with evaluating(flow), warnings.catch_warnings(action="ignore", category=InaccurateInverseWarning):
         samples = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from selfnorm.evaluate.likelihood import Likelihood, evaluating, likelihood, mea
 from selfnorm.evaluate.sampler import Sampler
 from selfnorm.evaluate.stability import stability_ratios
 from selfnorm.flow import Flow, Inverse
+from selfnorm.objective import UnstableObjectiveWarning
 from selfnorm.report import figures
 from selfnorm.runtime.files import replacing
 from selfnorm.runtime.precision import Precision
@@ -78,7 +80,8 @@ class Trained:
     def health(self, x: Tensor, train: Examples) -> FlowHealth:
         """Returns the figures of the stored inverses on a batch x, and the stability of their training on the training data."""
         recipe = self.checkpoint.recipe
-        with cpu_threads(recipe.optimiser.threads):
+        # The ratios say what the warning would.
+        with cpu_threads(recipe.optimiser.threads), warnings.catch_warnings(action="ignore", category=UnstableObjectiveWarning):
             loss = self.checkpoint.loss_of(self.flow).to(self.device)
             some = train.subset(MAX_EXAMPLES, recipe.optimiser.seed, "watch")
             batches = some.in_order(recipe.evaluation.batch_size, recipe.optimiser.seed)

@@ -12,6 +12,7 @@ from selfnorm.bijection import Bijection
 from selfnorm.data.batches import Examples
 from selfnorm.evaluate.causes import cause_of_error
 from selfnorm.evaluate.stability import stability_ratios
+from selfnorm.flow import LARGEST_ERROR
 from selfnorm.objective import Loss
 
 MAX_EXAMPLES = 20_000  # of the training data, for second moments; each validation reads them, if the objective has a bound
@@ -38,6 +39,11 @@ class InverseState:
         found = {name: cause_of_error(name, error, self.ratios.get(name)) for name, error in self.errors.items()}
         worst = sorted(found, key=lambda name: (_size(self.ratios.get(name)), _size(self.errors[name])))
         return {cause.kind: cause.line for name in worst if (cause := found[name])}
+
+    def recovered(self) -> set[str]:
+        """Returns the kinds of causes from which all layers are far enough that the next crossing is worth a new warning."""
+        figures = {"stability": (self.ratios, 1.0), "error": (self.errors, LARGEST_ERROR)}
+        return {kind for kind, (values, bound) in figures.items() if all(_size(value) < bound / 2 for value in values.values())}
 
 
 class InverseWatch:
