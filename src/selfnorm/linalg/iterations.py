@@ -57,9 +57,9 @@ def count_refinements(
     """Returns the number of steps x ← x + R(z − Wx) that invert W to a tolerance, and an estimate of ‖RW − I‖_F/√D.
 
     Started at x = Rz, k steps leave the error E^(k+1)·W⁻¹z, where E = I − RW. The number is the smallest k ≤ MAX_REFINEMENTS with
-    ‖E^(k+1)‖ ≤ tolerance, so that ‖x − W⁻¹z‖ ≤ tolerance·‖W⁻¹z‖ for every z. It is None if there is none, or if a lower power is so
-    large that it amplifies rounding errors above the tolerance. Norms are bounded from above by the effect on the probes. For an E
-    without a preferred direction the bound is about 8√D times too large, and k a few steps too large.
+    ‖E^(k+1)‖ ≤ tolerance, so that ‖x − W⁻¹z‖ ≤ tolerance·‖W⁻¹z‖ for every z. It is None if there is none, or if a lower power is
+    so large that it amplifies rounding errors above the tolerance. Norms are bounded from above by the effect on the probes. For
+    an E without a preferred direction the bound is about 8√D times too large, and k a few steps too large.
 
     probes: Gaussian vectors (NORM_PROBES, …). Cost: 2(k + 1) products with each of them, rounded up to whole reads.
     """
