@@ -27,7 +27,7 @@ def begun(trainer):
 def test_too_small_a_lambda_is_called_divergence(tmp_path):
     """λ = 0.01 never turns non-finite; its exact validation likelihood gets worse and worse."""
     with pytest.raises(DivergedError, match=r"exact validation NLL.*larger reconstruction_weight \(λ is 0.01\).*clip"):
-        start_run(digits(PAPER, "weight=0.01", "epochs=300"), tmp_path / "run")
+        start_run(digits(PAPER, "weight=0.01", "epochs=300", "learning_rate=0.001"), tmp_path / "run")
     log = RunFolder(tmp_path / "run").read_log()
     course = [record["nll"] for record in log if record["kind"] == "validation"]
     limit = min(course) + max(5, 0.05 * min(course))
@@ -39,7 +39,9 @@ def test_too_small_a_lambda_is_called_divergence(tmp_path):
 
 
 def test_rollback_raises_lambda_tenfold_and_trains_on(tmp_path):
-    result = start_run(digits(PAPER, "weight=0.01", "epochs=100", "on_divergence=rollback"), tmp_path / "run")
+    result = start_run(
+        digits(PAPER, "weight=0.01", "epochs=100", "learning_rate=0.001", "on_divergence=rollback"), tmp_path / "run"
+    )
     rollbacks = [record for record in RunFolder(tmp_path / "run").read_log() if record["kind"] == "rollback"]
     assert 1 <= len(rollbacks) == result.rollbacks <= 3
     raised = [[pytest.approx(0.01 * 10 ** (number + 1))] * 2 for number in range(len(rollbacks))]

@@ -244,7 +244,7 @@ def test_patience_ends_training_early(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::selfnorm.objective.UnstableObjectiveWarning")
 def test_the_best_weights_are_those_of_the_best_validation(tmp_path):
-    recipe = digits("epochs=30", "validate_every=5", "weight=0.02", "decay=0", "inverse_likelihood=true")
+    recipe = digits("epochs=30", "validate_every=5", "weight=0.02", "learning_rate=0.001", "decay=0", "inverse_likelihood=true")
     trainer, best = trained(recipe)
     validation = Examples(trainer.dataset.validation, 17, CPU)
     assert likelihood(best.flow(), validation, seed=recipe.optimiser.seed).nll == trainer.progress.best_nll

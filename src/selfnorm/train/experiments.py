@@ -24,7 +24,7 @@ _DIGITS_FC = Recipe(
     "digits-fc-snf",
     data=DataSettings("digits"),
     architecture=ArchitectureSettings(standardize=True),
-    objective=ObjectiveSettings(reconstruction_weight=0.3),
+    objective=ObjectiveSettings(reconstruction_weight=3.0),
     optimiser=OptimiserSettings(learning_rate=3e-3, decay=0.25, init_examples=1297, threads=1),
     evaluation=EvaluationSettings(validate_every=20, test_samples=20),
 )
