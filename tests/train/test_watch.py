@@ -91,6 +91,16 @@ def test_a_second_crossing_after_a_recovery_is_told_again(monkeypatch):
     assert [record["epoch"] for record in of_kind(records, "warning")] == [4, 16]
 
 
+def test_an_error_is_told_only_if_it_lasts(monkeypatch):
+    errors = iter([0.2, 0.2, 0.05, 0.2, 0.2, 0.2, 0.2, 0.04])
+    records = []
+    trainer = Trainer(digits(*SMALL, "epochs=16"), load_dataset("digits"), report=records.append)
+    monkeypatch.setattr(trainer._watch, "measure", lambda check: InverseState({"4": next(errors)}, {}))
+    trainer.start()
+    trainer.run()
+    assert [record["epoch"] for record in of_kind(records, "warning")] == [12]
+
+
 def test_a_rollback_does_not_repeat_the_warning():
     trainer = started(PAPER, "weight=0.5", "on_divergence=rollback")
     trainer.progress.warned = ["stability"]

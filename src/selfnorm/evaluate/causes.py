@@ -40,7 +40,7 @@ def cause_of_error(
         where = ", in directions in which the data hardly varies" if 100 * data < noise else ", on the data as well"
     return Cause(
         "error",
-        f"{place} has a learned inverse that is off by ‖RW − I‖/√D = {error:.2g}, above {LARGEST_ERROR}{where}. If this lasts, "
-        "train with a larger reconstruction_weight or a smaller learning_rate; a k×k kernel may need a larger "
+        f"{place} has a learned inverse that is off by ‖RW − I‖/√D = {error:.2g}, above {LARGEST_ERROR}{where}. Train "
+        "with a larger reconstruction_weight or a smaller learning_rate; a k×k kernel may need a larger "
         "inverse_kernel_size. Samples remain correct, but take longer",
     )

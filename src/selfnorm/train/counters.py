@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
+
+LASTING = 3  # validations in a row, after which an error counts as lasting
 
 
 @dataclass
@@ -16,6 +19,7 @@ class RunProgress:
     stale: int = 0  # validations since the best one
     worse: int = 0  # consecutive validations far above the best
     rollbacks: int = 0
+    far_off: int = 0  # consecutive validations with a learned inverse that is far off
     warned: list[str] = field(default_factory=list)  # kinds of causes for which a warning stands
     log_length: int = 0  # bytes of metrics.jsonl
     seconds: float = 0.0  # training time so far
@@ -29,6 +33,17 @@ class RunProgress:
         else:
             self.stale += 1
             self.worse = self.worse + 1 if far_above(nll, self.best_nll) else 0
+
+    def warn(self, causes: Set[str], recovered: Set[str]) -> list[str]:
+        """Updates the warnings that stand with the causes that a validation found, and returns those to tell now.
+
+        An error is told if it lasts: early in training R may lag behind W for a while.
+        """
+        self.far_off = self.far_off + 1 if "error" in causes else 0
+        standing = set(self.warned) - recovered
+        new = {cause for cause in causes - standing if cause != "error" or self.far_off >= LASTING}
+        self.warned = sorted(standing | new)
+        return sorted(new)
 
     @property
     def diverged(self) -> bool:

@@ -230,10 +230,8 @@ class Trainer:
             best=self.progress.best_nll,
             **inverses.record(),
         )
-        known = set(self.progress.warned) - inverses.recovered()
         causes = inverses.causes()
-        self.progress.warned = sorted(known | causes.keys())
-        for kind in causes.keys() - known:
+        for kind in self.progress.warn(causes.keys(), inverses.recovered()):
             self._log("warning", epoch=self.epoch, message=causes[kind])
         if self.progress.diverged:
             best, then = self.progress.best_nll, self.progress.best_step // self.batches.steps_per_epoch
