@@ -51,7 +51,7 @@ def run(variant: str, epochs: int) -> dict[str, Any]:
     def measure(event: dict[str, Any]) -> None:
         if event["kind"] == "validation":
             found["validations"].append(event)
-            found["nll"], found["seconds"] = event["nll"], event["seconds"]
+            found["nll"] = event["nll"]
             if event["epoch"] % (every * VALIDATIONS // MEASUREMENTS) == 0:
                 health = examine(trainer.flow, trainer.train.random_examples(200, seed=0))
                 found["distance"].append(max(layer.distance for layer in health.layers))
@@ -108,7 +108,6 @@ def main() -> None:
             *(float(f"{distance:.2g}") for distance in result["distance"][1::2]),
             round(result["angle"], 2),
             round(result["nll"], 2),
-            round(result["seconds"]),
         ]
         for variant, result in zip(chosen.only, results, strict=True)
     ]
@@ -120,7 +119,7 @@ def main() -> None:
             "is largest, and the exact validation NLL in nats. The paper's setting for MNIST, on digits: λ = 1, no "
             "standardisation, no decay, except where the row says otherwise."
         ),
-        columns=["objective", *(f"epoch {epoch}" for epoch in epochs_measured[1::2]), "log-det angle, °", "NLL", "seconds"],
+        columns=["objective", *(f"epoch {epoch}" for epoch in epochs_measured[1::2]), "log-det angle, °", "NLL"],
         rows=rows,
         provenance=provenance(command=f"python benchmarks/drift.py --epochs {chosen.epochs} --workers {chosen.workers}")
         | {"epochs": f"{chosen.epochs}"},
