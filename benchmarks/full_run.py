@@ -24,6 +24,7 @@ from selfnorm.train.run import Result
 from selfnorm.train.trained import Trained
 
 SHOWN = 12
+TIMES = ("step_ms", "seconds")
 SETTLED = 100  # the epoch after which the error of a learned inverse is reported
 
 
@@ -85,6 +86,7 @@ def main() -> None:
     options.add_argument("runs", type=Path, nargs="+")
     options.add_argument("--data", help="folder of the data set, if it is not where the runs found it")
     options.add_argument("--device", default="auto")
+    options.add_argument("--without-times", action="store_true", help="leave out times, if other work shared the machine")
     chosen = options.parse_args()
     folders = [RunFolder(path) for path in chosen.runs]
     results = [Result.read(folder.result) for folder in folders]
@@ -96,6 +98,8 @@ def main() -> None:
         raise ValueError(f"expected different seeds, got {', '.join(map(str, seeds))}")
 
     by_seed = [course(folder.read_log(), seed) for folder, seed in zip(folders, seeds, strict=True)]
+    if chosen.without_times:
+        by_seed = [[{key: each[key] for key in each if key not in TIMES} for each in runs] for runs in by_seed]
     metrics = [each for runs in by_seed for each in runs]
     device = resolve_device(chosen.device)
     health = []
@@ -114,19 +118,17 @@ def main() -> None:
     rows: list[list[Cell]] = []
     for at in shown:
         some = [runs[at] for runs in by_seed]
-        times = [each["step_ms"] for each in some if each["step_ms"] is not None]
-        rows.append(
-            [
-                some[0]["epoch"],
-                round(statistics.mean(each["nll"] for each in some), 2),
-                worst(some),
+        rows.append([some[0]["epoch"], round(statistics.mean(each["nll"] for each in some), 2), worst(some)])
+        if not chosen.without_times:
+            times = [each["step_ms"] for each in some if each["step_ms"] is not None]
+            rows[-1] += [
                 statistics.median(times) if times else None,
                 round(max(each["seconds"] for each in some) / 60, 2),
             ]
-        )
     first, several = results[0], len(results) > 1
     paper = RECIPES[first.recipe].paper if first.recipe in RECIPES else ""
     tests = [result.test.nll for result in results]
+    sharing = f" while {len(results)} runs share the machine" if several else ""
     record(
         chosen.json,
         title=f"{first.recipe}, {first.epochs:,} epochs{f', {len(results)} seeds' if several else ''}",
@@ -137,10 +139,10 @@ def main() -> None:
             f"validation, at epoch {', '.join(f'{result.best_epoch:,}' for result in results)}"
             + (f" (the paper, {paper})." if paper else ".")
             + inverses(health, metrics)
-            + f" Below: mean exact validation NLL in nats, largest ‖RW − I‖/√D of a layer{' and seed' if several else ''}, "
-            f"milliseconds per step{f' while {len(results)} runs share the machine' if several else ''}, minutes so far."
+            + f" Below: mean exact validation NLL in nats, largest ‖RW − I‖/√D of a layer{' and seed' if several else ''}"
+            + ("." if chosen.without_times else f", milliseconds per step{sharing}, minutes so far.")
         ),
-        columns=["epoch", "validation NLL", "‖RW − I‖/√D", "ms per step", "minutes"],
+        columns=["epoch", "validation NLL", "‖RW − I‖/√D", *([] if chosen.without_times else ["ms per step", "minutes"])],
         rows=rows,
         provenance=first.provenance | {"epochs": ", ".join(str(result.epochs) for result in results)},
         metrics=[*health, *metrics],
