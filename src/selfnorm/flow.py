@@ -14,6 +14,7 @@ from selfnorm.bijection import Bijection, Chain, InversePlan, InverseTracker, Pl
 from selfnorm.linalg.iterations import MAX_REFINEMENTS
 from selfnorm.runtime.checks import describe, event_shape, expect_finite, expect_float, expect_shape
 from selfnorm.runtime.context import current_step
+from selfnorm.runtime.modules import all_modules
 from selfnorm.runtime.shapes import ShapeMemory
 
 Inverse = Literal["auto", "learned", "exact", "refined"]
@@ -194,7 +195,8 @@ class Flow(nn.Module):
         if inverse not in get_args(Inverse):
             raise ValueError(f"Flow.decode: expected inverse to be one of {', '.join(get_args(Inverse))}, got {inverse!r}")
         expect_float("Flow.decode", z)
-        self._last_inverse = inverse
+        if inverse != self._last_inverse:  # a module takes long to set an attribute
+            self._last_inverse = inverse
         if inverse == "auto":
             x = self.bijection.auto_inverse(z, context=context)
         elif inverse == "learned":
@@ -212,11 +214,12 @@ class Flow(nn.Module):
 
         A write through `.data` or by a kernel of one's own may go unnoticed here; `auto` compares all values.
         """
-        layers = self.planned_inverses()
-        marks = tuple(_mark(value) for layer in layers.values() for value in (layer.weight, layer.weight_inv))
+        planned = [layer.planned_inverse for layer in all_modules(self.bijection) if isinstance(layer, Bijection)]
+        marks = tuple(_mark(value) for layer in planned if layer for value in (layer.weight, layer.weight_inv))
         if marks == self._measured:
             return
         self._measured = marks
+        layers = self.planned_inverses()
         errors = {name: layer.inverse_error() for name, layer in layers.items()}
         far = {name: error for name, error in errors.items() if error is not None and not error <= LARGEST_ERROR}
         if far:

@@ -7,12 +7,13 @@ from operator import index
 from typing import Any, NamedTuple, SupportsIndex, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from selfnorm.bijection import InversePlan, PlannedInverse
 from selfnorm.flow import Flow, Inverse
 from selfnorm.runtime.context import step_context
 from selfnorm.runtime.graphs import capturing, error_on_sync, restoring_generator
+from selfnorm.runtime.modules import all_modules
 from selfnorm.runtime.precision import convolutions_in_tf32, networks_in_bf16, products_in_tf32
 
 GRAPH_DEVICE_TYPE = "cuda"
@@ -53,7 +54,8 @@ class Sampler:
         self._calls = 0  # under these conditions
         self._layers: list[PlannedInverse] = []  # under these conditions
         self._tried: _FixedSteps | None = None  # for which the last capture under these conditions was attempted
-        self._versions: list[int] | None = None  # of the weights whose learned inverses were checked last
+        self._weights: list[Tensor] = []  # W and R of these layers
+        self._versions: list[int] | None = None  # of these weights, when the learned inverses were checked last
         self._graph: _CapturedInverse | None = None
 
     def __repr__(self) -> str:
@@ -78,14 +80,18 @@ class Sampler:
         return self.flow.decode(z, self.inverse)
 
     def _prepare(self, z: Tensor) -> None:
-        conditions, versions = _capture_conditions(self.flow, z)
+        conditions = _capture_conditions(self.flow, z)
         if conditions != self._conditions:
             self._conditions, self._calls, self._tried, self._graph = conditions, 0, None, None
             self._layers = list(self.flow.planned_inverses().values())
+            weights = [value for layer in self._layers for value in (layer.weight, layer.weight_inv)]
+            self._weights = [value for value in weights if not value.is_inference()]  # the others have no version
         self._calls += 1
-        if self.inverse == "learned" and self._graph is not None and versions != self._versions:
-            self.flow.check_learned_inverses()  # which is left out of the graph
-        self._versions = versions
+        if self.inverse == "learned":
+            versions = [value._version for value in self._weights]
+            if self._graph is not None and versions != self._versions:
+                self.flow.check_learned_inverses()  # which is left out of the graph
+            self._versions = versions
         steps = _fixed_steps(self._layers) if self.inverse == "auto" else ()
         if steps != self._tried and self._calls > 1:  # the first call compiled kernels and let libraries allocate
             self._tried = steps
@@ -152,22 +158,14 @@ def _capture_inverse(function: Callable[[Tensor], tuple[Tensor, Tensor]], z: Ten
     return _CapturedInverse(graph, static, x, valid)
 
 
-def _capture_conditions(flow: Flow, z: Tensor) -> tuple[tuple[Any, ...], list[int]]:
-    """Returns everything that a captured graph relies on: the memory and layout of tensors, and the precision of products.
-
-    Also returns the versions of the tensors, which grow when torch writes to them.
-    """
-    modules: list[nn.Module] = [flow]
-    tensors: list[Tensor] = []
-    while modules:  # like `flow.modules()`, but much faster
-        module = modules.pop()
-        tensors += (value for held in (module._parameters, module._buffers) for value in held.values() if value is not None)
-        modules += (child for child in module._modules.values() if child is not None)
+def _capture_conditions(flow: Flow, z: Tensor) -> tuple[Any, ...]:
+    """Returns everything that a captured graph relies on: the memory and layout of tensors, and the precision of products."""
+    held = [values for module in all_modules(flow) for values in (module._parameters, module._buffers)]
+    tensors = [value for values in held for value in values.values() if value is not None]
     layout = [(value.data_ptr(), value.dtype, value.shape, value.stride()) for value in tensors]
     rounding = products_in_tf32(), convolutions_in_tf32(), networks_in_bf16()
     autocast = torch.is_autocast_enabled(z.device.type), torch.get_autocast_dtype(z.device.type)
-    versions = [0 if value.is_inference() else value._version for value in tensors]
-    return (z.device, z.dtype, z.shape, layout, rounding, autocast), versions
+    return z.device, z.dtype, z.shape, layout, rounding, autocast
 
 
 def _sample_count(n: SupportsIndex) -> int:

@@ -66,7 +66,8 @@ class LinearMap(Bijection):
         """Raises ValueError for a batch of the wrong shape, dtype or device; remembers the shape of a right one's examples."""
         self.check_shape(x)
         expect_like(self, x, self.weight)
-        self.example_shape = tuple(x.shape[1:])
+        if self.example_shape != x.shape[1:]:  # a module takes long to set an attribute
+            self.example_shape = tuple(x.shape[1:])
 
     @final
     @in_full_precision
