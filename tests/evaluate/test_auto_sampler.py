@@ -81,11 +81,11 @@ def test_plans_that_change_elsewhere_are_seen(captured):
 @torch.no_grad()
 def test_a_plan_for_another_image_size_is_not_used(device, captures):
     """Even if its number of steps and its copies of the weights are those of the graph."""
-    layer = SelfNormConv2d(1, 3).to(device)
+    layer = SelfNormConv2d(1, 3)
     layer.weight.zero_()[0, 0, 1, 1] = 1
     layer.weight_inv.zero_()[0, 0, 1, 1] = 1 - 1e-5
     mine, theirs = twins(device)
-    sampler = Sampler(Flow(layer, StandardNormal((1, 6, 6))).eval(), 3, "auto", mine)
+    sampler = Sampler(Flow(layer, StandardNormal((1, 6, 6))).eval().to(device), 3, "auto", mine)
     check_exact(sampler, theirs)
     assert sampler.captured and steps_of(sampler.flow) == [1]
     layer.weight[0, 0, 0, 0] = 0.05  # which a single pixel does not see

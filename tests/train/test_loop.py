@@ -260,7 +260,7 @@ def test_a_run_on_the_device_resumes_to_the_same_bits(tmp_path, monkeypatch):
     trainer.folder.create(recipe)
     trainer.start()
     for index in range(5):
-        metrics = trainer._step(0, index, learning_rate_at(index, 12, 6, 1e-3, 10.0, 0.25))
+        metrics = trainer._step(0, index, trainer._learning_rate(index))
         trainer._metrics[index] = torch.cat([metrics.surrogate, metrics.reconstruction[0]])
         trainer.progress.step += 1
     trainer.save()
