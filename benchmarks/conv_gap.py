@@ -20,6 +20,7 @@ from selfnorm.bench.training import training_step
 from selfnorm.bench.workloads import SHAPES, Model
 from selfnorm.cli.options import resolve_device
 from selfnorm.report.provenance import provenance
+from selfnorm.runtime.precision import precision
 from selfnorm.train.experiments import find_recipe
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.recipe import Recipe
@@ -74,7 +75,8 @@ def main() -> None:
         BASE.changed(name=f"{BASE.name}-{name}", epochs=chosen.epochs, folder=chosen.data, **VARIANTS[name])
         for name in chosen.only
     ]
-    times = step_times(recipes, device)
+    with precision(BASE.optimiser.precision):
+        times = step_times(recipes, device)
     print("training, after steps of", ", ".join("?" if each is None else f"{each:.3g} ms" for each in times), flush=True)
     paths = [folder.path for folder in folders]
     reports = [lambda record: None for _ in paths]
