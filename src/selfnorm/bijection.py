@@ -100,7 +100,8 @@ class PlannedInverse(Protocol):
         ...
 
     def inverse_error(self) -> float | None:
-        """Returns an estimate of ‖RW − I‖_F/√D on examples of the shape that the layer saw last; None before the first batch."""
+        """Returns ‖RW − I‖_F/√D on examples of the shape that the layer saw last, in many dimensions an estimate; None before the
+        first batch."""
         ...
 
 

@@ -120,6 +120,17 @@ def test_replays_of_the_learned_inverse_warn_once_for_each_set_of_weights(device
     assert len(captures) == 1
 
 
+@torch.no_grad()
+def test_weights_that_change_before_the_graph_is_captured_are_checked(device, captures):
+    sampler = Sampler(small(device), 2, "learned")
+    sampler()
+    sampler.flow.bijection[0].weight_inv.mul_(3)
+    with pytest.warns(InaccurateInverseWarning, match=r"layer 0, SelfNormLinear\(6"):
+        sampler()
+    sampler()
+    assert len(captures) == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("make", [lambda: fc_flow((1, 4, 4)), lambda: conv_flow((1, 8, 8), blocks=2, layers_per_block=2)])
 def test_weights_that_change_under_a_graph_on_a_gpu(make):

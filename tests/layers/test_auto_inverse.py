@@ -13,6 +13,7 @@ from selfnorm.linalg.iterations import (
     NORM_PROBES,
     POWERS_PER_READ,
     count_refinements,
+    error_probes,
     sampling_tolerance,
     white_noise,
 )
@@ -161,12 +162,29 @@ def test_layers_of_every_kind(name, noise):
     assert ((found - x).flatten(1).norm(dim=1) / x.flatten(1).norm(dim=1)).max() < TOLERANCE
     if noise < 0.1:
         assert layer.last_plan.steps is not None
-    # The estimate of ‖RW − I‖/√D, next to that of all unit vectors.
+    # The plan has an estimate of ‖RW − I‖/√D.
     units = torch.eye(x[0].numel()).unflatten(1, shape)
     distance = layer.reconstruction(units).mean().sqrt().item()
     assert layer.last_plan.error == pytest.approx(distance, rel=0.35, abs=1e-12)
     layer.approx_inverse(z)
-    assert layer.inverse_error() == pytest.approx(layer.last_plan.error, rel=1e-6, abs=1e-12)
+    assert layer.inverse_error() == pytest.approx(distance, rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize(("features", "tolerance"), [(256, 1e-9), (300, 0.15)])
+def test_an_error_in_a_single_direction_is_measured(features, tolerance):
+    layer = SelfNormLinear(features)
+    directions = torch.nn.functional.normalize(torch.randn(20, features))
+    for direction in directions:
+        with torch.no_grad():
+            layer.weight.copy_(torch.eye(features))
+            layer.weight_inv.copy_(torch.eye(features) + 5 * torch.outer(direction, direction))
+        layer.approx_inverse(torch.zeros(1, features))
+        assert layer.inverse_error() == pytest.approx(5 / features**0.5, rel=tolerance)
+
+
+def test_images_of_many_pixels_are_probed_with_few_vectors():
+    assert len(error_probes((3, 256, 256), torch.zeros(()))) == NORM_PROBES
+    assert len(error_probes((1, 64, 64), torch.zeros(()))) == 256
 
 
 def test_a_larger_image_does_not_change_the_plan_of_a_1x1_convolution():

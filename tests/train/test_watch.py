@@ -35,7 +35,7 @@ def test_a_validation_logs_the_error_of_each_learned_inverse():
     assert [len(record["inverse_error"]) for record in validations] == [2, 2, 2]
     assert all("stability_ratio" not in record for record in validations)
     exact = [layer.distance for layer in examine(trainer.flow, trainer.train.random_examples(50, seed=0)).layers]
-    assert validations[-1]["inverse_error"] == pytest.approx(exact, rel=0.3)  # an estimate, by 16 vectors
+    assert validations[-1]["inverse_error"] == pytest.approx(exact, rel=1e-3)
 
 
 def test_with_the_objective_of_the_paper_it_logs_the_stability_ratio():

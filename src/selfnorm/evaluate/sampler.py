@@ -50,12 +50,12 @@ class Sampler:
         if not isinstance(generator, torch.Generator | None):
             raise ValueError(f"Sampler: expected generator to be a torch.Generator or None, got {type(generator).__name__}")
         self.flow, self.n, self.inverse, self.generator = flow, _sample_count(n), inverse, generator
-        self._conditions: tuple[Any, ...] | None = None  # under which the last call ran
-        self._calls = 0  # under these conditions
-        self._layers: list[PlannedInverse] = []  # under these conditions
-        self._tried: _FixedSteps | None = None  # for which the last capture under these conditions was attempted
-        self._weights: list[Tensor] = []  # W and R of these layers
-        self._versions: list[int] | None = None  # of these weights, when the learned inverses were checked last
+        self._conditions: tuple[Any, ...] | None = None  # of the last call; what follows belongs to calls under them
+        self._calls = 0
+        self._layers: list[PlannedInverse] = []
+        self._weights: list[Tensor] = []  # W and R of the layers
+        self._versions: list[int] | None = None  # of the weights at the last call
+        self._tried: _FixedSteps | None = None  # the steps for which a capture was last attempted
         self._graph: _CapturedInverse | None = None
 
     def __repr__(self) -> str:
@@ -89,8 +89,8 @@ class Sampler:
         self._calls += 1
         if self.inverse == "learned":
             versions = [value._version for value in self._weights]
-            if self._graph is not None and versions != self._versions:
-                self.flow.check_learned_inverses()  # which is left out of the graph
+            if self._calls > 1 and versions != self._versions:  # the first call runs normally, and checks them itself
+                self.flow.check_learned_inverses()
             self._versions = versions
         steps = _fixed_steps(self._layers) if self.inverse == "auto" else ()
         if steps != self._tried and self._calls > 1:  # the first call compiled kernels and let libraries allocate

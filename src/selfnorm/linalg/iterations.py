@@ -13,6 +13,8 @@ from torch import Tensor
 NORM_FACTOR = 10 * math.sqrt(2 / math.pi)
 NORM_PROBES = 16
 MAX_REFINEMENTS = 32
+# The error of a stored inverse is measured on that many vectors, on fewer if they would hold more numbers than that in all.
+ERROR_PROBES, ERROR_NUMBERS = 256, 2**20
 # Each read waits for the device. The powers of a good R need one.
 POWERS_PER_READ = 8
 
@@ -83,10 +85,23 @@ def sampling_tolerance(dtype: torch.dtype) -> float:
     return math.sqrt(torch.finfo(dtype).eps)
 
 
-def white_noise(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Returns NORM_PROBES Gaussian vectors of a shape, always the same ones, in the dtype and on the device of `like`."""
+def white_noise(shape: tuple[int, ...], like: Tensor, count: int = NORM_PROBES) -> Tensor:
+    """Returns Gaussian vectors of a shape, always the same ones, in the dtype and on the device of `like`."""
     generator = torch.Generator().manual_seed(0)  # its own, so that looking at a flow changes no other draw
-    return torch.randn(NORM_PROBES, *shape, generator=generator, dtype=torch.float32, device="cpu").to(like)
+    return torch.randn(count, *shape, generator=generator, dtype=torch.float32, device="cpu").to(like)
+
+
+def error_probes(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Returns vectors x of a shape with D entries on which the mean square of (Ex)_i is ‖E‖_F²/D for any matrix E.
+
+    Up to ERROR_PROBES dimensions these are the scaled unit vectors, and the mean is exact. In more dimensions they are Gaussian,
+    and the square root of the mean has a relative standard error of at most 1/√(2·count): 4 % with 256 vectors.
+    """
+    dimensions = math.prod(shape)
+    if dimensions <= ERROR_PROBES:
+        axes = torch.eye(dimensions, dtype=like.dtype, device=like.device)
+        return (math.sqrt(dimensions) * axes).reshape(dimensions, *shape)
+    return white_noise(shape, like, max(NORM_PROBES, min(ERROR_PROBES, ERROR_NUMBERS // dimensions)))
 
 
 def default_tolerance(dtype: torch.dtype) -> float:

@@ -6,7 +6,7 @@ from torch import nn
 
 
 def all_modules(module: nn.Module) -> list[nn.Module]:
-    """Returns a module and all modules inside it, those that are used twice twice.
+    """Returns a module and all its descendants; one that is used in two places is listed twice.
 
     `module.modules()` takes several times as long, which shows in the time of a single sample.
     """
