@@ -45,20 +45,30 @@ def step_times(recipes: list[Recipe], device: torch.device) -> list[float | None
 
 
 def row_of(recipe: Recipe, folder: RunFolder, step_ms: float | None) -> list[Cell]:
-    """Returns the row of a trained variant."""
+    """Returns the row of a trained variant, with empty cells if it diverged before its first validation."""
     validations = [each for each in folder.read_log() if each["kind"] == "validation"]
-    best = min(validations, key=lambda each: each["nll"])
-    errors = [math.inf if error is None else error for error in validations[-1]["inverse_error"]]
+    found: list[Cell] = [None, None, None]
+    if validations:
+        best = min(validations, key=lambda each: each["nll"])
+        errors = [math.inf if error is None else error for error in validations[-1]["inverse_error"]]
+        found = [round(best["nll"], 2), best["epoch"], float(f"{max(errors):.2g}")]
     side = recipe.architecture.inverse_kernel_size or recipe.architecture.kernel_size
     return [
         "the paper's" if recipe.objective.inverse_likelihood else "one-sided",
         recipe.objective.reconstruction_weight,
         f"{side}×{side}",
-        round(best["nll"], 2),
-        best["epoch"],
-        float(f"{max(errors):.2g}"),
+        *found,
         None if step_ms is None else float(f"{step_ms:.3g}"),
     ]
+
+
+def _expect_same_runs(stored: list[RunFolder], folders: list[RunFolder], recipes: list[Recipe]) -> None:
+    """Raises ValueError unless all runs can be resumed, and have the settings that were asked for."""
+    if len(stored) < len(folders):
+        raise ValueError(f"--run: expected all of the runs or none, got {len(stored)} of {len(folders)}; choose another folder")
+    for folder, recipe in zip(folders, recipes, strict=True):
+        if changed := folder.read_recipe().changed(folder=recipe.data.folder).differences(recipe):
+            raise ValueError(f"{folder.path}: expected a run with these settings, got a different {', '.join(changed)}")
 
 
 def main() -> None:
@@ -75,12 +85,15 @@ def main() -> None:
         BASE.changed(name=f"{BASE.name}-{name}", epochs=chosen.epochs, folder=chosen.data, **VARIANTS[name])
         for name in chosen.only
     ]
+    stored = [folder for folder in folders if folder.recipe.exists()]
+    if stored:
+        _expect_same_runs(stored, folders, recipes)
     with precision(BASE.optimiser.precision):
         times = step_times(recipes, device)
     print("training, after steps of", ", ".join("?" if each is None else f"{each:.3g} ms" for each in times), flush=True)
     paths = [folder.path for folder in folders]
     reports = [lambda record: None for _ in paths]
-    if all(folder.recipe.exists() for folder in folders):
+    if stored:
         outcomes = resume_runs(paths, data_dir=chosen.data, device=device, reports=reports)
     else:
         outcomes = start_runs(recipes, paths, device=device, reports=reports)

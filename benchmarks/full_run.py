@@ -28,7 +28,7 @@ TIMES = ("step_ms", "seconds")
 SETTLED = 100  # the epoch after which the error of a learned inverse is reported
 
 
-def course(records: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
+def history(records: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
     """Returns each validation together with the training metrics of its epoch."""
     epochs = {each["epoch"]: each for each in records if each["kind"] == "epoch"}
     return [
@@ -59,7 +59,7 @@ def worst(metrics: list[dict[str, Any]]) -> float | None:
     )
 
 
-def spread(values: list[float]) -> str:
+def mean_and_deviation(values: list[float]) -> str:
     """Returns the mean, and the standard deviation of several values."""
     deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.2f}{deviation}"
@@ -74,10 +74,10 @@ def inverses(health: list[dict[str, Any]], metrics: list[dict[str, Any]]) -> str
     end = worst([each for each in metrics if each["epoch"] == last])
     trips = ", ".join(f"{each['round_trip']:.2g}" for each in health)
     settled = worst([each for each in metrics if each["epoch"] > SETTLED])
-    during = f", at most {settled:.2g} at all validations after epoch {SETTLED}" if settled is not None else ""
+    during = f" and at most {settled:.2g} after epoch {SETTLED}" if settled is not None else ""
     return (
-        f" Largest ‖RW − I‖/√D of a layer: {end:.2g} at the end, {best:.2g} with the best weights{during}. Round trip of prior "
-        f"samples by the learned inverse, median of ‖f(g(z)) − z‖/‖z‖: {trips}."
+        f" Largest ‖RW − I‖/√D of a layer: {best:.2g} with the best weights; as validations measured it, {end:.2g} at the "
+        f"end{during}. Round trip of prior samples by the learned inverse, median of ‖f(g(z)) − z‖/‖z‖: {trips}."
     )
 
 
@@ -97,7 +97,7 @@ def main() -> None:
     if len(set(seeds)) < len(seeds):
         raise ValueError(f"expected different seeds, got {', '.join(map(str, seeds))}")
 
-    by_seed = [course(folder.read_log(), seed) for folder, seed in zip(folders, seeds, strict=True)]
+    by_seed = [history(folder.read_log(), seed) for folder, seed in zip(folders, seeds, strict=True)]
     if chosen.without_times:
         by_seed = [[{key: each[key] for key in each if key not in TIMES} for each in runs] for runs in by_seed]
     metrics = [each for runs in by_seed for each in runs]
@@ -133,7 +133,7 @@ def main() -> None:
         chosen.json,
         title=f"{first.recipe}, {first.epochs:,} epochs{f', {len(results)} seeds' if several else ''}",
         about=(
-            f"Test NLL {spread(tests)} nats"
+            f"Test NLL {mean_and_deviation(tests)} nats"
             + (f", mean and standard deviation over seeds ({_each(tests)})" if several else "")
             + f": exact, {first.test.examples:,} examples × {first.test.samples} dequantisation samples, of the best weights by "
             f"validation, at epoch {', '.join(f'{result.best_epoch:,}' for result in results)}"

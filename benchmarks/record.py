@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from selfnorm.runtime.files import write_text
+from selfnorm.train.stopping import StoppedError
 
 Cell = str | float | None
 
@@ -43,10 +44,10 @@ def command() -> str:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Runs a script, and reports a ValueError as one line."""
+    """Runs a script, and reports a ValueError, or that it was stopped, as one line."""
     try:
         main()
-    except ValueError as error:
+    except (ValueError, StoppedError) as error:
         sys.exit(f"{Path(sys.argv[0]).stem}: {error}")
 
 

@@ -226,10 +226,15 @@ class Flow(nn.Module):
             worst = max(far, key=lambda name: math.inf if math.isnan(far[name]) else far[name])
             others = f" (and {len(far) - 1} more layer{'s' * (len(far) > 2)})" if len(far) > 1 else ""
             place = f"layer {worst}, " if worst else ""
+            remedy = (
+                "train with `Loss`, which also trains R"
+                if self.reconstruction_names
+                else "call `after_step` after each optimiser step, which updates R"
+            )
             warnings.warn(
                 f"Flow.decode(inverse='learned'): {place}{describe(layers[worst])}{others}: expected a learned inverse with "
                 f"‖RW − I‖/√D of at most {LARGEST_ERROR}, got {far[worst]:.2g}; these samples do not follow the density. Use "
-                "inverse='auto', or train with `Loss`, which also trains R",
+                f"inverse='auto', or {remedy}",
                 InaccurateInverseWarning,
                 stacklevel=3,
             )

@@ -36,10 +36,12 @@ def test_a_weight_too_small_for_the_paper_is_a_warning_of_one_line(tmp_path):
     told = [line for line in result.stderr.splitlines() if "inverse_likelihood" in line]
     assert len(told) == 2
     assert told[0].startswith("selfnorm: Loss: with λ = 0.05, the paper's objective") and "below 2.5 in some" in told[0]
-    assert re.match(r"digits-fc-snf, epoch 2: layer \d will lose its learned inverse", told[1])
+    assert re.match(r"digits-fc-snf, epoch 2: layer \d is predicted to lose its learned inverse", told[1])
     doctor = ok("doctor", tmp_path / "run")
     assert "stability ratio" in doctor
-    assert re.search(r"note: layer \d (will lose|has lost) its learned inverse.*Train with inverse_likelihood=false", doctor)
+    assert re.search(
+        r"note: layer \d (is predicted to lose|has lost) its learned inverse.*Train with inverse_likelihood=false", doctor
+    )
 
 
 @pytest.mark.parametrize("probes", ["-1", "10001"])

@@ -62,7 +62,7 @@ def test_a_run_warns_once_also_after_it_was_resumed(tmp_path, monkeypatch):
     start_run(recipe, tmp_path / "whole")
     (warning,) = of_kind(RunFolder(tmp_path / "whole").read_log(), "warning")
     assert warning["epoch"] == 2
-    assert "will lose its learned inverse" in warning["message"] and "inverse_likelihood=false" in warning["message"]
+    assert "is predicted to lose its learned inverse" in warning["message"] and "inverse_likelihood=false" in warning["message"]
 
     trainer = Trainer(recipe, load_dataset("digits"), folder=RunFolder(tmp_path / "stopped"))
     trainer.folder.create(recipe)
@@ -124,10 +124,10 @@ def test_a_rollback_does_not_repeat_the_warning():
         (
             {"0": 0.02, "2": 0.2},
             {"0": 1.01, "2": 0.99},
-            {"stability": r"layer 0 will lose.* is 1.01.*inverse_likelihood=false", "error": "layer 2"},
+            {"stability": r"layer 0 is predicted to lose.* is 1.01.*inverse_likelihood=false", "error": "layer 2"},
         ),
         ({"0": 0.02, "2": 0.3}, {"0": 1.5, "2": 3}, {"stability": r"layer 2 has lost.* is 3"}),
-        ({"0": 0.02}, {"0": math.inf}, {"stability": r"layer 0 will lose.* is inf"}),
+        ({"0": 0.02}, {"0": math.inf}, {"stability": r"layer 0 is predicted to lose.* is inf"}),
     ],
 )
 def test_a_warning_names_the_layer_the_cause_and_a_remedy(errors, ratios, said):

@@ -20,7 +20,7 @@ def cause_of_error(
     """Returns what is wrong with the learned inverse of a layer; None if nothing is.
 
     error:           ‖RW − I‖_F/√D.
-    ratio:           its stability ratio (`stability_ratios`), if the paper's objective trains it.
+    ratio:           its stability ratio (`stability_ratios`), if the paper's objective trains it; for k×k kernels an estimate.
     reconstruction:  its mean squared errors per dimension on data and on white noise.
     """
     place = f"layer {layer}".strip()
@@ -28,9 +28,9 @@ def cause_of_error(
     if ratio is not None and not ratio <= 1:
         return Cause(
             "stability",
-            f"{place} {'has lost' if far_off else 'will lose'} its learned inverse: the stability ratio 1/(8λ·λ_min(E[hhᵀ])) is "
-            f"{ratio:.3g}, and the paper's objective is stable only below 1. Train with inverse_likelihood=false, or with a "
-            "larger reconstruction_weight (docs/stability.md)",
+            f"{place} {'has lost' if far_off else 'is predicted to lose'} its learned inverse: its stability ratio is "
+            f"{ratio:.3g}, and the paper's objective is stable only below 1. Train with inverse_likelihood=false, or with a larger "
+            "reconstruction_weight (docs/stability.md)",
         )
     if not far_off:
         return None
@@ -42,5 +42,5 @@ def cause_of_error(
         "error",
         f"{place} has a learned inverse that is off by ‖RW − I‖/√D = {error:.2g}, above {LARGEST_ERROR}{where}. Train "
         "with a larger reconstruction_weight or a smaller learning_rate; a k×k kernel may need a larger "
-        "inverse_kernel_size. Samples remain correct, but take longer",
+        "inverse_kernel_size. Samples by the default inverse remain correct, but take longer",
     )

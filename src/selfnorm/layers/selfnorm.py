@@ -58,8 +58,7 @@ class _SelfNormalizing(StoredInverse):
     """Training of W and R together, for any shape. Abstract."""
 
     surrogate_is_exact = False
-    # Whether R takes half of the likelihood's gradient, as in the paper. A loss chooses through the step context. Its choice is
-    # remembered for calls without a loss around them, such as those that activation checkpointing repeats.
+    # Whether R takes half of the likelihood's gradient, as in the paper. A loss chooses, through the step context.
     inverse_likelihood = True
 
     @property
@@ -88,6 +87,7 @@ class SelfNormLinear(_SelfNormalizing, DenseMap):
 
     Parameters: weight (D, D), I + Xavier-normal noise of gain 0.01 at first; weight_inv (D, D), Wᵀ at first; bias (D,).
     `forward` and `inverse` stay exact: they factorise W once for each set of weights, O(D³). Keller et al. (2021), section 4.1.
+    A `Loss` decides whether R takes part of the likelihood's gradient; `surrogate` does so before any `Loss` has used the layer.
 
     >>> layer = SelfNormLinear(3)
     >>> z, log_det, reconstruction = layer.surrogate(torch.randn(5, 3))
@@ -125,7 +125,8 @@ class SelfNormConv2d(_SelfNormalizing, ConvMap):
     rotation if 1×1; weight_inv (C, C/groups, rh, rw), flip(w) at first; bias (C,). r may be larger than w
     (`inverse_kernel_size`), since the inverse of a small kernel reaches further; both share dilation, groups and padding.
     `forward` and `inverse` stay exact, at the cost that `ExactConv2d` names, once for each set of weights and image size.
-    Keller et al. (2021), sections 4.2 and A.4.
+    Keller et al. (2021), sections 4.2 and A.4. A `Loss` decides which part of the likelihood's gradient r takes, as for
+    `SelfNormLinear`.
 
     >>> layer = SelfNormConv2d(2, 3, inverse_kernel_size=5)
     >>> layer.surrogate(torch.randn(5, 2, 8, 6)).z.shape

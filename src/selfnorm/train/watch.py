@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from selfnorm.bijection import Bijection
 from selfnorm.data.batches import Examples
 from selfnorm.evaluate.causes import cause_of_error
 from selfnorm.evaluate.stability import stability_ratios
@@ -22,7 +21,7 @@ MAX_EXAMPLES = 20_000  # of the training data, for second moments; each validati
 class InverseState:
     """Figures of the self-normalizing layers, by name; None where one could not be measured.
 
-    errors:  ‖RW − I‖_F/√D, estimated on white noise.
+    errors:  ‖RW − I‖_F/√D; in more than 256 dimensions an estimate.
     ratios:  `stability_ratios`, only with the paper's objective.
     """
 
@@ -37,6 +36,7 @@ class InverseState:
     def causes(self) -> dict[str, str]:
         """Returns the lines to warn with, by the kind of their cause: of each kind that of the worst layer."""
         found = {name: cause_of_error(name, error, self.ratios.get(name)) for name, error in self.errors.items()}
+        # The worst layer last: of each kind, the mapping keeps the last line.
         worst = sorted(found, key=lambda name: (_size(self.ratios.get(name)), _size(self.errors[name])))
         return {cause.kind: cause.line for name in worst if (cause := found[name])}
 
@@ -61,7 +61,8 @@ class InverseWatch:
     def measure(self, check: Callable[[], None] = lambda: None) -> InverseState:
         """Returns the present figures. `check` is called before each batch, and may raise to interrupt."""
         flow = self._loss.flow
-        errors = {name: _inverse_error(flow.bijection.get_submodule(name)) for name in flow.reconstruction_names}
+        layers = flow.planned_inverses()
+        errors = {name: layers[name].inverse_error() if name in layers else None for name in flow.reconstruction_names}
         return InverseState(errors, {} if self._examples is None else stability_ratios(self._loss, self._batches(check)))
 
     def _batches(self, check: Callable[[], None]) -> Iterator[Tensor]:
@@ -69,11 +70,6 @@ class InverseWatch:
         for x in self._examples.in_order(self._batch_size, self._seed):
             check()
             yield x
-
-
-def _inverse_error(layer: nn.Module) -> float | None:
-    planned = layer.planned_inverse if isinstance(layer, Bijection) else None
-    return None if planned is None else planned.inverse_error()
 
 
 def _size(figure: float | None) -> float:
