@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Literal, Protocol, cast, get_args
 
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection, Chain, InversePlan, InverseTracker, PlannedInverse, Surrogate
 from selfnorm.linalg.iterations import MAX_REFINEMENTS
+from selfnorm.runtime.autograd import is_transformed
 from selfnorm.runtime.checks import describe, event_shape, expect_finite, expect_float, expect_shape
 from selfnorm.runtime.context import current_step
+from selfnorm.runtime.marks import TensorMark, marks_of, unchanged
 from selfnorm.runtime.modules import all_modules
 from selfnorm.runtime.shapes import ShapeMemory
 
@@ -89,7 +92,6 @@ class Flow(nn.Module):
     """
 
     _last_inverse: Inverse | None = None  # of the last call of `decode`
-    _measured: tuple[tuple[int, ...], ...] = ()  # marks of the weights whose learned inverses were measured last
 
     def __init__(self, bijection: Bijection, base: nn.Module | BaseDistribution | None = None) -> None:
         super().__init__()
@@ -185,8 +187,9 @@ class Flow(nn.Module):
 
         auto:     R, refined by as many steps as a relative error of √eps takes (3e-4 in float32), where refining converges; the
                   exact inverse elsewhere. Decided once for each set of weights, by a few products with white noise.
-        learned:  R alone, one product: the fastest, and as accurate as R. Warns once for each set of weights with an
-                  `InaccurateInverseWarning` if ‖RW − I‖_F/√D is above 0.1 in a layer.
+        learned:  R alone, one product: the fastest, and as accurate as R, also in its derivatives. Warns with an
+                  `InaccurateInverseWarning` if ‖RW − I‖_F/√D is above 0.1 in a layer, once for each set of weights (see
+                  `check_learned_inverses`).
         exact:    a factorisation of W for each set of weights, kept in eval mode.
         refined:  R, refined until the residual of each z is below a tolerance; exact with a warning where that does not converge.
 
@@ -212,13 +215,16 @@ class Flow(nn.Module):
     def check_learned_inverses(self) -> None:
         """Warns if ‖RW − I‖_F/√D is above 0.1 in a layer that has decoded a z, once for each set of weights.
 
-        A write through `.data` or by a kernel of one's own may go unnoticed here; `auto` compares all values.
+        A write through `.data` may go unnoticed (see `TensorMark`); `auto` compares all values. Under a transform of torch.func
+        nothing is checked.
         """
-        planned = [layer.planned_inverse for layer in all_modules(self.bijection) if isinstance(layer, Bijection)]
-        marks = tuple(_mark(value) for layer in planned if layer for value in (layer.weight, layer.weight_inv))
-        if marks == self._measured:
+        if is_transformed():
             return
-        self._measured = marks
+        planned = [layer.planned_inverse for layer in all_modules(self.bijection) if isinstance(layer, Bijection)]
+        weights = [value for layer in planned if layer for value in (layer.weight, layer.weight_inv)]
+        if unchanged(weights, _MEASURED.get(self, [])):
+            return
+        _MEASURED[self] = marks_of(weights)
         layers = self.planned_inverses()
         errors = {name: layer.inverse_error() for name, layer in layers.items()}
         far = {name: error for name, error in errors.items() if error is not None and not error <= LARGEST_ERROR}
@@ -306,11 +312,6 @@ class Flow(nn.Module):
         return z, log_det
 
 
-def _mark(value: Tensor) -> tuple[int, ...]:
-    """Returns numbers that change whenever torch moves or writes a tensor."""
-    return value.data_ptr(), 0 if value.is_inference() else value._version
-
-
 def _in_words(plans: dict[str, InversePlan | None], stored: str) -> str:
     """Returns what `auto_inverse` does by these plans, by layer; layers without a plan are not used.
 
@@ -338,3 +339,7 @@ def _in_words(plans: dict[str, InversePlan | None], stored: str) -> str:
 
 def _counted(layers: int) -> str:
     return f"{layers} layer{'s' * (layers != 1)}"
+
+
+# The weights whose learned inverses each flow has measured last. Not an attribute, since weak references cannot be pickled.
+_MEASURED: weakref.WeakKeyDictionary[Flow, list[TensorMark]] = weakref.WeakKeyDictionary()

@@ -228,6 +228,32 @@ def test_what_inference_mode_kept_can_be_differentiated_later(layer_and_x):
     assert torch.isfinite(layer.weight.grad).all()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch's own forward mode
+def test_forward_and_reverse_mode_agree_on_the_exact_path(layer_and_x):
+    layer, x = layer_and_x
+    z = layer(x)[0].detach()
+
+    class Inverse(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, z):
+            return self.layer.inverse(z)
+
+    for module, at, name in ((layer, x, "weight"), (Inverse(), z, "layer.weight")):
+
+        def outputs(weight, at, module=module, name=name):
+            return torch.func.functional_call(module, {name: weight}, (at,))
+
+        for argument in (0, 1):
+            forward, reverse = (
+                mode(outputs, argument)(layer.weight.detach(), at) for mode in (torch.func.jacfwd, torch.func.jacrev)
+            )
+            assert_close(forward, reverse)
+            assert forward[0].abs().max() > 0.01
+
+
 def test_torch_func_transforms_work_on_the_exact_path(layer_and_x):
     layer, x = layer_and_x
     jacobian = torch.func.jacrev(lambda x: layer(x)[0])(x[:1]).reshape(x[0].numel(), -1)

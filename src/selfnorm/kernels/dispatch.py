@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from selfnorm.runtime.autograd import is_transformed
 from selfnorm.runtime.context import current_step, step_context
 from selfnorm.runtime.precision import products_in_tf32
 
@@ -53,7 +54,7 @@ def _is_traced() -> bool:
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
+        or is_transformed()
         or forward_ad._current_level >= 0
     )
 

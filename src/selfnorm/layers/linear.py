@@ -14,7 +14,7 @@ from selfnorm.kernels.conv.choice import conv_kernels_fit
 from selfnorm.linalg.blocks import BlockForm, Circular, Dense, PerPixel, ZeroPadded
 from selfnorm.linalg.convmatrix import Geometry, PaddingMode, convolve, dirac
 from selfnorm.linalg.factors import AmortisedLogDet, ExactFactors, FactoredSolve, log_abs_det, to_float64
-from selfnorm.runtime.autograd import in_full_precision
+from selfnorm.runtime.autograd import in_full_precision, is_differentiated
 from selfnorm.runtime.checks import describe, expect_like, expect_shape, pair, positive_int
 
 
@@ -89,9 +89,8 @@ class LinearMap(Bijection):
         log_det = -self._log_abs_det(z)
         if z.shape[0] == 0:
             return z, log_det  # FFT libraries refuse an empty batch
-        # W's blocks are rebuilt only if their gradient is needed; otherwise the factors are enough.
-        wants_gradient = torch.is_grad_enabled() and self.weight.requires_grad
-        blocks = form.blocks(to_float64(self.weight)) if wants_gradient else lu
+        # W's blocks are rebuilt only if their derivatives are needed; otherwise the factors are enough.
+        blocks = form.blocks(to_float64(self.weight)) if is_differentiated(self.weight) else lu
         columns = form.split(to_float64(z - self.broadcast_bias()))
         x = form.join(FactoredSolve.apply(blocks, columns, lu, pivots))
         return x.to(z), log_det

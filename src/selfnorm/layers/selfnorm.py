@@ -111,8 +111,8 @@ class SelfNormLinear(_SelfNormalizing, DenseMap):
     def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return _SelfNormLinear.apply(x, self.weight, self.weight_inv, self._remembered_objective())
 
-    def apply_inverse(self, z: Tensor) -> Tensor:
-        return z @ self.weight_inv.mT
+    def multiply_inverse(self, R: Tensor, z: Tensor) -> Tensor:
+        return z @ R.mT
 
     def inverse_of(self, weight: Tensor) -> Tensor:
         return invert(describe(self), weight, Dense())
@@ -171,8 +171,8 @@ class SelfNormConv2d(_SelfNormalizing, ConvMap):
     def self_normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return _SelfNormConv2d.apply(x, self.weight, self.weight_inv, self.geometry, self._remembered_objective())
 
-    def apply_inverse(self, z: Tensor) -> Tensor:
-        return convolve_without_gradient(z, self.weight_inv, self.geometry)
+    def multiply_inverse(self, R: Tensor, z: Tensor) -> Tensor:
+        return convolve_without_gradient(z, R, self.geometry)
 
     def inverse_of(self, weight: Tensor) -> Tensor:
         groups = self.geometry.groups

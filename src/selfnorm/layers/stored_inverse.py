@@ -20,7 +20,7 @@ from selfnorm.linalg.iterations import (
     sampling_tolerance,
     white_noise,
 )
-from selfnorm.runtime.autograd import in_full_precision
+from selfnorm.runtime.autograd import in_full_precision, is_differentiated, is_transformed
 from selfnorm.runtime.checks import describe
 from selfnorm.runtime.context import current_step
 from selfnorm.runtime.precision import full_float32
@@ -41,9 +41,13 @@ class StoredInverse(LinearMap):
         self._plan: InversePlan | None = None
         self._planned_for: tuple[Tensor, Tensor] | None = None  # copies of W and R
 
-    def apply_inverse(self, z: Tensor) -> Tensor:
-        """Returns Rz."""
+    def multiply_inverse(self, R: Tensor, z: Tensor) -> Tensor:
+        """Returns Rz, for an R in the form of `weight_inv`."""
         raise NotImplementedError
+
+    def apply_inverse(self, z: Tensor) -> Tensor:
+        """Returns Rz, where R is `weight_inv`."""
+        return self.multiply_inverse(self.weight_inv, z)
 
     def inverse_of(self, weight: Tensor) -> Tensor:
         """Returns the weight_inv for a weight, in the weight's precision; raises `SingularWeightError` if there is none."""
@@ -80,16 +84,28 @@ class StoredInverse(LinearMap):
         decides. Rounding comes on top: it moves f(x) by about eps·‖W‖·‖x‖, as much as storing x in this dtype does. The layers
         before this one may amplify its error, as they amplify a change of z. A change of the weights costs 16 products with W
         and R for each power of I − RW that the decision looks at, at least 8; other calls cost one comparison with the copies.
+
+        Derivatives are those of the exact inverse, to the same tolerance; R has none. Under a transform of torch.func this is
+        the exact inverse.
         """
         self.check_input(z)
-        plan = self._plan_for(z)
-        if plan.steps is None:
+        plan = None if is_transformed() else self._plan_for(z)
+        if plan is None or plan.steps is None:
             return self.inverse(z)[0]
         target = z - self.broadcast_bias()
         with full_float32():  # TF32 is coarser than the tolerance
-            x = self.apply_inverse(target)
-            for _ in range(plan.steps):
-                x = x + self.apply_inverse(target - self.apply_weight(x))
+            with torch.no_grad():
+                x = self._refined(self.apply_inverse(target), target, plan.steps)
+            if is_differentiated(target, self.weight):
+                # From a constant x, k steps have the derivatives of W⁻¹(z − b) up to a factor of I − E^k.
+                x = self._refined(x, target, plan.steps + 1)
+        return x
+
+    def _refined(self, x: Tensor, target: Tensor, steps: int) -> Tensor:
+        """Returns x after this many steps x ← x + R(target − Wx), with R as a constant."""
+        R = self.weight_inv.detach()
+        for _ in range(steps):
+            x = x + self.multiply_inverse(R, target - self.apply_weight(x))
         return x
 
     @property

@@ -236,8 +236,8 @@ class TrackedLinear(_Tracked, DenseMap):
     def log_det_gradient(self, R: Tensor, scale: Tensor) -> Tensor:
         return transposed(R).mul_(scale)
 
-    def apply_inverse(self, z: Tensor) -> Tensor:
-        return z @ self.weight_inv.mT
+    def multiply_inverse(self, R: Tensor, z: Tensor) -> Tensor:
+        return z @ R.mT
 
     def inverse_of(self, weight: Tensor) -> Tensor:
         return invert(describe(self), weight, Dense())
@@ -321,10 +321,10 @@ class TrackedConv2d(_Tracked, ConvMap):
             return (math.prod(self.size) * scale * R.mT)[:, :, None, None]
         return scale * tap_sums(R.mT[None], self.kernel_size, self.size, self.geometry)
 
-    def apply_inverse(self, z: Tensor) -> Tensor:
+    def multiply_inverse(self, R: Tensor, z: Tensor) -> Tensor:
         if self.kernel_size == (1, 1):
-            return convolve_without_gradient(z, self.weight_inv[:, :, None, None], Geometry())
-        return (z.flatten(1) @ self.weight_inv.mT).view_as(z)
+            return convolve_without_gradient(z, R[:, :, None, None], Geometry())
+        return (z.flatten(1) @ R.mT).view_as(z)
 
     def inverse_of(self, weight: Tensor) -> Tensor:
         example = weight.new_empty(1, self.channels, *self.size)

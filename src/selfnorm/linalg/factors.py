@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from selfnorm.linalg.blocks import BlockForm
+from selfnorm.runtime.autograd import is_transformed
 
 
 class SingularWeightError(ValueError):
@@ -30,7 +31,7 @@ class ExactFactors:
 
     The cache keeps a *copy* of the weight and compares it at each use, so it is never stale: not after an in-place edit, a write
     through `.data`, `load_state_dict`, a move to another device or dtype, or the replay of a CUDA graph. For an unchanged weight,
-    one comparison, O(D²), replaces a factorisation, O(D³).
+    one comparison, O(D²), replaces a factorisation, O(D³). Nothing is kept under a transform of torch.func.
     """
 
     def __init__(self) -> None:
@@ -77,8 +78,11 @@ class ExactFactors:
         if not self._is_for(weight, form):
             self._factorise(who, weight, form)
             self._lu = None
-        assert self._log_det is not None
-        return self._log_det
+        log_det = self._log_det
+        assert log_det is not None
+        if is_transformed():
+            self._forget()
+        return log_det
 
     @torch.no_grad()
     def lu(self, who: str, weight: Tensor, form: BlockForm, keep: bool) -> tuple[Tensor, Tensor]:
@@ -87,7 +91,9 @@ class ExactFactors:
             self._factorise(who, weight, form)
         factors = self._lu
         assert factors is not None
-        if not keep:
+        if is_transformed():
+            self._forget()
+        elif not keep:
             self._lu = None
         return factors
 
@@ -108,6 +114,12 @@ class AmortisedLogDet(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         weight, _, ctx.log_det = inputs
         ctx.save_for_backward(weight)
+        ctx.save_for_forward(weight)
+
+    @staticmethod
+    def jvp(ctx: Any, weight: Tensor, value: None, log_det: None) -> Tensor:
+        (at,) = ctx.saved_for_forward
+        return (torch.func.grad(ctx.log_det)(at) * weight).sum().double()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -133,6 +145,13 @@ class FactoredSolve(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         blocks, _, lu, pivots = inputs
         ctx.save_for_backward(blocks, lu, pivots, output)
+        ctx.save_for_forward(lu, pivots, output)
+
+    @staticmethod
+    def jvp(ctx: Any, blocks: Tensor, rhs: Tensor, lu: None, pivots: None) -> Tensor:
+        lu_factors, lu_pivots, solution = ctx.saved_for_forward
+        tangent: Tensor = torch.linalg.lu_solve(lu_factors, lu_pivots, rhs - blocks @ solution)
+        return tangent
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None, None]:

@@ -1,4 +1,4 @@
-"""Decorators and checks for autograd functions: keep them out of autocast, and refuse second derivatives."""
+"""Decorators and checks for differentiation: keep functions out of autocast, refuse second derivatives, notice transforms."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -39,6 +40,17 @@ def backward_in_full_precision(backward: Method) -> Method:
             return backward(ctx, *gradients)
 
     return cast(Method, run)
+
+
+def is_transformed() -> bool:
+    """Returns whether a transform of torch.func is active, such as vmap: tensors may then be wrappers that must not be kept."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def is_differentiated(*tensors: Tensor) -> bool:
+    """Returns whether a derivative with respect to one of the tensors may be asked for, in reverse or forward mode."""
+    reverse = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return reverse or is_transformed() or forward_ad._current_level >= 0
 
 
 def refuse_second_derivative() -> None:
