@@ -36,6 +36,7 @@ def test_too_small_a_lambda_is_called_divergence(tmp_path):
     best, last = (read_checkpoint(tmp_path / "run" / f"{name}.safetensors") for name in ("best", "last"))
     assert best.progress["best_nll"] == min(course)
     assert last.progress["worse"] == 0, "the last good one, not the one that diverged"
+    assert RunFolder(tmp_path / "run").curves.exists()
 
 
 def test_rollback_raises_lambda_tenfold_and_trains_on(tmp_path):

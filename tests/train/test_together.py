@@ -40,6 +40,7 @@ def test_a_diverging_run_does_not_affect_the_others(tmp_path):
     assert isinstance(found[0], DivergedError)
     assert found[1].epochs == 6
     assert (tmp_path / "bad" / "best.safetensors").exists()
+    assert (tmp_path / "bad" / "curves.png").exists() == bool(RunFolder(tmp_path / "bad").read_log())
 
 
 def test_a_stop_saves_all_runs(tmp_path):

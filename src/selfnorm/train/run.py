@@ -7,7 +7,7 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -88,7 +88,7 @@ def start_run(
     with _new_run(trainer):
         if on_profile:
             on_profile(trainer.profile())
-        trainer.run()
+        _train_alone(trainer)
         return _finish_run(trainer, memory)
 
 
@@ -116,8 +116,7 @@ def start_runs(
     with ExitStack() as locks:
         for trainer in trainers:
             locks.enter_context(_new_run(trainer))
-        diverged = run_together(trainers)
-        return [error or _finish_run(trainer, None) for trainer, error in zip(trainers, diverged, strict=True)]
+        return _train_together(trainers)
 
 
 @contextmanager
@@ -143,7 +142,7 @@ def resume_run(
     """Resumes the run in a folder from its last checkpoint. Only the settings given here may differ from its recipe."""
     memory = PeakMemory(device)
     with _resumed_run(path, data_dir, on_divergence, device, report, on_progress, save_every) as trainer:
-        trainer.run()
+        _train_alone(trainer)
         return _finish_run(trainer, memory)
 
 
@@ -166,8 +165,26 @@ def resume_runs(
             stack.enter_context(_resumed_run(path, data_dir, on_divergence, device, report, on_progress, save_every))
             for path, report in zip(paths, reports, strict=True)
         ]
-        diverged = run_together(trainers)
-        return [error or _finish_run(trainer, None) for trainer, error in zip(trainers, diverged, strict=True)]
+        return _train_together(trainers)
+
+
+def _train_alone(trainer: Trainer) -> None:
+    """Trains a run to the end; draws the curves of one that diverges, which show how it came to that."""
+    try:
+        trainer.run()
+    except DivergedError:
+        with suppress(OSError):  # a full disk must not hide the divergence
+            _draw_curves(trainer, trainer.flow)
+        raise
+
+
+def _train_together(trainers: Sequence[Trainer]) -> list[Result | DivergedError]:
+    """Trains runs together, and returns the result, or the error of a diverged one, of each."""
+    diverged = run_together(trainers)
+    for trainer, error in zip(trainers, diverged, strict=True):
+        if error:
+            _draw_curves(trainer, trainer.flow)
+    return [error or _finish_run(trainer, None) for trainer, error in zip(trainers, diverged, strict=True)]
 
 
 @contextmanager
@@ -265,11 +282,17 @@ def _finish_run(trainer: Trainer, memory: PeakMemory | None) -> Result:
             result = replace(result, peak_memory=earlier.peak_memory, provenance=earlier.provenance)
         write_text(folder.result, json_text(asdict(result), indent=2) + "\n")
         # Last, so that an error in a figure cannot cost the result.
-        if records:
-            figures.run_curves(folder.curves, records, flow.reconstruction_names, exact=flow.surrogate_is_exact)
+        _draw_curves(trainer, flow)
         draw_samples(folder.samples, flow, trainer.train, dataset.columns)
     trainer.report({"kind": "result", "folder": str(folder.path), **asdict(result)})
     return result
+
+
+def _draw_curves(trainer: Trainer, flow: Flow) -> None:
+    """Writes the training curves of a run, if it has logged anything."""
+    assert trainer.folder is not None
+    if records := trainer.folder.read_log():
+        figures.run_curves(trainer.folder.curves, records, flow.reconstruction_names, exact=flow.surrogate_is_exact)
 
 
 def _step_seconds(records: list[dict[str, Any]]) -> float | None:
