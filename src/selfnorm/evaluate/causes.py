@@ -29,8 +29,8 @@ def cause_of_error(
         return Cause(
             "stability",
             f"{place} {'has lost' if far_off else 'is predicted to lose'} its learned inverse: its stability ratio is "
-            f"{ratio:.3g}, and the paper's objective is stable only below 1. Train with inverse_likelihood=false, or with a larger "
-            "reconstruction_weight (docs/stability.md)",
+            f"{ratio:.3g}, and the paper's objective is stable only below 1. Train with inverse_likelihood=false, or with a "
+            "larger reconstruction_weight (docs/stability.md)",
         )
     if not far_off:
         return None
@@ -38,9 +38,10 @@ def cause_of_error(
     if reconstruction is not None:
         data, noise = reconstruction
         where = ", in directions in which the data hardly varies" if 100 * data < noise else ", on the data as well"
+    objective = "inverse_likelihood=false, " if ratio is not None else ""
     return Cause(
         "error",
         f"{place} has a learned inverse that is off by ‖RW − I‖/√D = {error:.2g}, above {LARGEST_ERROR}{where}. Train "
-        "with a larger reconstruction_weight or a smaller learning_rate; a k×k kernel may need a larger "
+        f"with {objective}a larger reconstruction_weight or a smaller learning_rate; a k×k kernel may need a larger "
         "inverse_kernel_size. Samples by the default inverse remain correct, but take longer",
     )
