@@ -341,5 +341,5 @@ def _counted(layers: int) -> str:
     return f"{layers} layer{'s' * (layers != 1)}"
 
 
-# The weights whose learned inverses each flow has measured last. Not an attribute, since weak references cannot be pickled.
+# The weights whose learned inverses each flow has measured last. Not an attribute, which copies and pickles would include.
 _MEASURED: weakref.WeakKeyDictionary[Flow, list[TensorMark]] = weakref.WeakKeyDictionary()

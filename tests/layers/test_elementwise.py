@@ -42,6 +42,7 @@ def test_smooth_leaky_relu_inverse_has_its_gradient():
     layer = SmoothLeakyReLU(0.3)
     z = torch.randn(2, 3, requires_grad=True)
     torch.autograd.gradcheck(lambda z: layer.inverse(z)[0], z)
+    torch.autograd.gradgradcheck(layer.inverse, z)
 
 
 def test_logit_in_float32_is_accurate_at_both_ends():

@@ -254,6 +254,19 @@ def test_forward_and_reverse_mode_agree_on_the_exact_path(layer_and_x):
             assert forward[0].abs().max() > 0.01
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_second_derivatives_by_forward_mode_are_right_or_refused(layer_and_x):
+    layer, x = layer_and_x
+
+    def log_det(weight):
+        return torch.func.functional_call(layer, {"weight": weight}, (x,))[1].sum()
+
+    weight = layer.weight.detach()
+    assert_close(torch.func.hessian(log_det)(weight), torch.func.jacrev(torch.func.jacrev(log_det))(weight))
+    with pytest.raises(RuntimeError, match="at most one level of forward mode"):
+        torch.func.jacfwd(torch.func.jacfwd(log_det))(weight)
+
+
 def test_torch_func_transforms_work_on_the_exact_path(layer_and_x):
     layer, x = layer_and_x
     jacobian = torch.func.jacrev(lambda x: layer(x)[0])(x[:1]).reshape(x[0].numel(), -1)

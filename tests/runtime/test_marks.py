@@ -1,6 +1,7 @@
 """Marks notice what torch does to tensors."""
 
 import gc
+import weakref
 
 import torch
 
@@ -26,6 +27,22 @@ def test_another_tensor_at_the_same_address_is_another_tensor():
     marks = marks_of([memory.view(3)])
     gc.collect()
     assert not unchanged([memory.view(3)], marks)
+
+
+def test_the_result_of_a_computation_is_new_each_time_and_does_not_stay_alive():
+    weight = torch.zeros(3, requires_grad=True)
+    result = weight * 2
+    marks, alive = marks_of([result]), weakref.ref(result)
+    assert not unchanged([result], marks)
+    del result
+    assert alive() is None
+
+
+def test_tensors_can_be_swapped():
+    one, other = torch.zeros(3), torch.ones(3)
+    marks = marks_of([one])
+    torch.utils.swap_tensors(one, other)
+    assert not unchanged([one], marks)
 
 
 def test_tensors_of_inference_mode_have_marks():

@@ -50,6 +50,11 @@ def test_rollback_raises_lambda_tenfold_and_trains_on(tmp_path):
     assert result.test.nll < 110
 
 
+def test_a_run_that_diverges_before_anything_can_be_drawn_says_so(tmp_path):
+    with pytest.raises(DivergedError):
+        start_run(digits(*SMALL, "learning_rate=1e8", "warmup_epochs=0", "on_divergence=rollback"), tmp_path / "run")
+
+
 def test_rollbacks_end_after_three(tmp_path):
     with pytest.raises(DivergedError, match="3 rollbacks did not help"):
         start_run(digits(PAPER, "weight=1e-9", "epochs=400", "learning_rate=0.02", "on_divergence=rollback"), tmp_path / "run")

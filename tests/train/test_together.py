@@ -43,6 +43,18 @@ def test_a_diverging_run_does_not_affect_the_others(tmp_path):
     assert (tmp_path / "bad" / "curves.png").exists() == bool(RunFolder(tmp_path / "bad").read_log())
 
 
+def test_curves_that_cannot_be_written_cost_no_result(tmp_path, monkeypatch):
+    def draw(trainer, flow):
+        if trainer.recipe.optimiser.learning_rate == 1e30:
+            raise OSError("disk full")
+
+    bad, good = digits(*SMALL, "learning_rate=1e30", "warmup_epochs=0"), digits(*SMALL, "seed=1")
+    monkeypatch.setattr("selfnorm.train.run._draw_curves", draw)
+    found = start_runs([bad, good], [tmp_path / "bad", tmp_path / "good"], reports=[silent] * 2)
+    assert isinstance(found[0], DivergedError) and isinstance(found[1], Result)
+    assert (tmp_path / "good" / "result.json").exists()
+
+
 def test_a_stop_saves_all_runs(tmp_path):
     def stopping(record):
         if record["kind"] == "epoch" and record["epoch"] == 2:

@@ -9,7 +9,6 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from selfnorm.runtime.autograd import is_transformed
 from selfnorm.runtime.context import current_step, step_context
@@ -55,7 +54,6 @@ def _is_traced() -> bool:
         or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack() > 0
         or is_transformed()
-        or forward_ad._current_level >= 0
     )
 
 

@@ -12,6 +12,7 @@ from selfnorm.bijection import Bijection, Surrogate
 from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.events import sum_event
 from selfnorm.layers.fusable import FusableLayer
+from selfnorm.runtime.autograd import is_differentiated
 from selfnorm.runtime.checks import describe, expect_batch
 
 
@@ -57,8 +58,9 @@ class SmoothLeakyReLU(FusableLayer):
             x = torch.minimum(z, z / self.alpha)
             for _ in range(self._iterations):
                 x = x - (self._value(x) - z) / self._slope(x)
-        # One more step, through which the gradient of z flows: dx/dz = 1/f'(x) at the root.
-        x = x - (self._value(x) - z) / self._slope(x)
+        # From a constant x, one step has the first derivative of the root, dx/dz = 1/f'(x), and two have the first three.
+        for _ in range(2 if is_differentiated(z) else 1):
+            x = x - (self._value(x) - z) / self._slope(x)
         return x, -sum_event(self._slope(x).log())
 
     def _fused_inverse(self, z: Tensor, *, context: Tensor | None) -> Tensor | None:

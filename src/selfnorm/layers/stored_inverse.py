@@ -20,6 +20,7 @@ from selfnorm.linalg.iterations import (
     sampling_tolerance,
     white_noise,
 )
+from selfnorm.linalg.refined_solve import RefinedSolve, RefinedSolver
 from selfnorm.runtime.autograd import in_full_precision, is_differentiated, is_transformed
 from selfnorm.runtime.checks import describe
 from selfnorm.runtime.context import current_step
@@ -85,28 +86,20 @@ class StoredInverse(LinearMap):
         before this one may amplify its error, as they amplify a change of z. A change of the weights costs 16 products with W
         and R for each power of I − RW that the decision looks at, at least 8; other calls cost one comparison with the copies.
 
-        Derivatives are those of the exact inverse, to the same tolerance; R has none. Under a transform of torch.func this is
-        the exact inverse.
+        Derivatives of any order are those of the exact inverse, to a similar tolerance; R has none. Under a transform of
+        torch.func, or in forward mode, this is the exact inverse.
         """
         self.check_input(z)
         plan = None if is_transformed() else self._plan_for(z)
         if plan is None or plan.steps is None:
             return self.inverse(z)[0]
-        target = z - self.broadcast_bias()
+        target, R = z - self.broadcast_bias(), self.weight_inv.detach()
+        solver = RefinedSolver(self.apply_weight, lambda z: self.multiply_inverse(R, z), plan.steps)
         with full_float32():  # TF32 is coarser than the tolerance
-            with torch.no_grad():
-                x = self._refined(self.apply_inverse(target), target, plan.steps)
-            if is_differentiated(target, self.weight):
-                # From a constant x, k steps have the derivatives of W⁻¹(z − b) up to a factor of I − E^k.
-                x = self._refined(x, target, plan.steps + 1)
-        return x
-
-    def _refined(self, x: Tensor, target: Tensor, steps: int) -> Tensor:
-        """Returns x after this many steps x ← x + R(target − Wx), with R as a constant."""
-        R = self.weight_inv.detach()
-        for _ in range(steps):
-            x = x + self.multiply_inverse(R, target - self.apply_weight(x))
-        return x
+            if not is_differentiated(target, self.weight):
+                return solver.solve(target, self.weight)
+            x: Tensor = RefinedSolve.apply(target, self.weight, solver)
+            return x
 
     @property
     def planned_inverse(self) -> PlannedInverse:
@@ -137,7 +130,7 @@ class StoredInverse(LinearMap):
         if not self.example_shape:
             return None
         probes = error_probes(self._probed_shape(self.example_shape), self.weight)
-        with full_float32():
+        with full_float32(), torch.autocast(probes.device.type, enabled=False):
             error = self.apply_inverse(self.apply_weight(probes)) - probes
         return math.sqrt(float(error.square().mean()))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from selfnorm.linalg.blocks import BlockForm
-from selfnorm.runtime.autograd import is_transformed
+from selfnorm.runtime.autograd import is_transformed, refuse_nested_forward_mode
 
 
 class SingularWeightError(ValueError):
@@ -118,6 +118,7 @@ class AmortisedLogDet(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, weight: Tensor, value: None, log_det: None) -> Tensor:
+        refuse_nested_forward_mode()
         (at,) = ctx.saved_for_forward
         return (torch.func.grad(ctx.log_det)(at) * weight).sum().double()
 
@@ -149,6 +150,7 @@ class FactoredSolve(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, blocks: Tensor, rhs: Tensor, lu: None, pivots: None) -> Tensor:
+        refuse_nested_forward_mode()
         lu_factors, lu_pivots, solution = ctx.saved_for_forward
         tangent: Tensor = torch.linalg.lu_solve(lu_factors, lu_pivots, rhs - blocks @ solution)
         return tangent

@@ -43,14 +43,24 @@ def backward_in_full_precision(backward: Method) -> Method:
 
 
 def is_transformed() -> bool:
-    """Returns whether a transform of torch.func is active, such as vmap: tensors may then be wrappers that must not be kept."""
-    return bool(torch._C._are_functorch_transforms_active())
+    """Returns whether a transform of torch.func or forward mode is active: tensors may then be wrappers that must not be kept."""
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
 
 
 def is_differentiated(*tensors: Tensor) -> bool:
     """Returns whether a derivative with respect to one of the tensors may be asked for, in reverse or forward mode."""
     reverse = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return reverse or is_transformed() or forward_ad._current_level >= 0
+    return reverse or is_transformed()
+
+
+def refuse_nested_forward_mode() -> None:
+    """Raises RuntimeError in a `jvp` inside another forward mode, of which torch would silently lose the derivative."""
+    transforms = torch._C._functorch.get_interpreter_stack() or []
+    if sum(each.key() == torch._C._functorch.TransformType.Jvp for each in transforms) > 1:
+        raise RuntimeError(
+            "exact layers: expected at most one level of forward mode, got two, in which torch loses derivatives of custom "
+            "functions; use torch.func.hessian or jacrev for the inner one"
+        )
 
 
 def refuse_second_derivative() -> None:

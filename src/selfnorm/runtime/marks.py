@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,23 +9,28 @@ from torch import Tensor
 
 
 class TensorMark(NamedTuple):
-    """A tensor's identity, address and version. The address alone would not do: another tensor may get the same one.
+    """A tensor, its address and its version. The address alone would not do: another tensor may get the same one later.
 
     A write through `.data`, into a tensor of inference mode, or by a kernel of one's own changes none of them.
     """
 
-    tensor: weakref.ref[Tensor]
+    # A weak reference would keep torch from swapping tensors. None for the result of a computation, whose graph would stay alive.
+    tensor: Tensor | None
     address: int
     version: int
 
 
 def marks_of(tensors: Sequence[Tensor]) -> list[TensorMark]:
     """Returns a mark of each tensor as it is now."""
-    return [TensorMark(weakref.ref(each), each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors]
+    return [
+        TensorMark(each if each.is_leaf else None, each.data_ptr(), 0 if each.is_inference() else each._version)
+        for each in tensors
+    ]
 
 
 def unchanged(tensors: Sequence[Tensor], marks: Sequence[TensorMark]) -> bool:
     """Returns whether these are the marked tensors, and torch has neither moved nor written them since."""
-    now = marks_of(tensors)
-    # Identity first: references are compared by the tensors' values otherwise.
-    return len(now) == len(marks) and all(a.tensor is b.tensor and a[1:] == b[1:] for a, b in zip(now, marks, strict=True))
+    pairs = zip(marks_of(tensors), marks, strict=False)
+    return len(tensors) == len(marks) and all(
+        now.tensor is before.tensor is not None and now[1:] == before[1:] for now, before in pairs
+    )

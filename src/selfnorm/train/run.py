@@ -169,22 +169,22 @@ def resume_runs(
 
 
 def _train_alone(trainer: Trainer) -> None:
-    """Trains a run to the end; draws the curves of one that diverges, which show how it came to that."""
+    """Trains a run to the end."""
     try:
         trainer.run()
     except DivergedError:
-        with suppress(OSError):  # a full disk must not hide the divergence
-            _draw_curves(trainer, trainer.flow)
+        _draw_diverged(trainer)
         raise
 
 
 def _train_together(trainers: Sequence[Trainer]) -> list[Result | DivergedError]:
     """Trains runs together, and returns the result, or the error of a diverged one, of each."""
     diverged = run_together(trainers)
+    found = [error or _finish_run(trainer, None) for trainer, error in zip(trainers, diverged, strict=True)]
     for trainer, error in zip(trainers, diverged, strict=True):
         if error:
-            _draw_curves(trainer, trainer.flow)
-    return [error or _finish_run(trainer, None) for trainer, error in zip(trainers, diverged, strict=True)]
+            _draw_diverged(trainer)
+    return found
 
 
 @contextmanager
@@ -288,10 +288,17 @@ def _finish_run(trainer: Trainer, memory: PeakMemory | None) -> Result:
     return result
 
 
+def _draw_diverged(trainer: Trainer) -> None:
+    """Writes the training curves of a run that diverged, which show how it came to that."""
+    with suppress(OSError):  # a full disk must not hide the divergence
+        _draw_curves(trainer, trainer.flow)
+
+
 def _draw_curves(trainer: Trainer, flow: Flow) -> None:
-    """Writes the training curves of a run, if it has logged anything."""
+    """Writes the training curves of a run, if it has an epoch or a validation to show."""
     assert trainer.folder is not None
-    if records := trainer.folder.read_log():
+    records = trainer.folder.read_log()
+    if any(record.get("kind") in ("epoch", "validation") for record in records):
         figures.run_curves(trainer.folder.curves, records, flow.reconstruction_names, exact=flow.surrogate_is_exact)
 
 
