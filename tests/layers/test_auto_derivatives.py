@@ -46,6 +46,12 @@ def test_derivatives_of_an_accurate_inverse_are_those_of_the_exact_one(make, sha
     assert layer.weight_inv.grad is None
 
 
+def test_the_stored_inverse_has_no_derivative_even_if_nothing_else_has_one():
+    layer = SelfNormLinear(4).requires_grad_(False)
+    layer.weight_inv.requires_grad_()
+    assert layer.approx_inverse(torch.randn(2, 4)).requires_grad and not layer.auto_inverse(torch.randn(2, 4)).requires_grad
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch's own forward mode
 @pytest.mark.parametrize("error", [0.0, 1e-3])
 def test_tangents_are_those_of_the_exact_inverse(error):

@@ -86,14 +86,15 @@ class ExactFactors:
 
     @torch.no_grad()
     def lu(self, who: str, weight: Tensor, form: BlockForm, keep: bool) -> tuple[Tensor, Tensor]:
-        """Returns the LU factors and pivots of the blocks; caches them only if `keep`, since they are as large as the matrix."""
+        """Returns the LU factors and pivots of the blocks; caches them only if `keep`, since they are as large as the matrix.
+
+        Call `log_abs_det` afterwards, which drops them under a transform.
+        """
         if self._lu is None or not self._is_for(weight, form):
             self._factorise(who, weight, form)
         factors = self._lu
         assert factors is not None
-        if is_transformed():
-            self._forget()
-        elif not keep:
+        if not keep:
             self._lu = None
         return factors
 
