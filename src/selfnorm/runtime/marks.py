@@ -22,15 +22,17 @@ class TensorMark(NamedTuple):
 
 def marks_of(tensors: Sequence[Tensor]) -> list[TensorMark]:
     """Returns a mark of each tensor as it is now."""
-    return [
-        TensorMark(each if each.is_leaf else None, each.data_ptr(), 0 if each.is_inference() else each._version)
-        for each in tensors
-    ]
+    return [TensorMark(each if each.is_leaf else None, each.data_ptr(), _version(each)) for each in tensors]
 
 
 def unchanged(tensors: Sequence[Tensor], marks: Sequence[TensorMark]) -> bool:
     """Returns whether these are the marked tensors, and torch has neither moved nor written them since."""
-    pairs = zip(marks_of(tensors), marks, strict=False)
     return len(tensors) == len(marks) and all(
-        now.tensor is before.tensor is not None and now[1:] == before[1:] for now, before in pairs
+        mark.tensor is each and mark.address == each.data_ptr() and mark.version == _version(each)
+        for mark, each in zip(marks, tensors, strict=True)
     )
+
+
+def _version(tensor: Tensor) -> int:
+    """Returns the number of writes that torch has counted; 0 in inference mode, where it does not count."""
+    return 0 if tensor.is_inference() else tensor._version
