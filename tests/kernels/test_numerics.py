@@ -35,6 +35,7 @@ def test_every_number_below_the_bound(divisor, below, device):
     assert torch.equal(rests.long(), x % divisor)
 
 
+@pytest.mark.slow  # it compiles many kernels, with or without a GPU
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler for CUDA is there on Linux alone")
 def test_no_kernel_adds_pairs_of_16_bit_numbers(device, tmp_path):
     """Their sums are wrong with NVIDIA's assemblers up to 13.0 at least. Among a GPU's tests, too: its Triton may be another."""
