@@ -22,9 +22,9 @@ from selfnorm import Chain, Flow, SelfNormConv2d, SelfNormLinear, StandardNormal
         (lambda: TrackedConv2d(2, 3, (3, 3)), (2, 3, 3)),
     ],
 )
-def test_derivatives_of_an_accurate_inverse_are_those_of_the_exact_one(make, shape, error):
+def test_derivatives_of_an_accurate_inverse_are_those_of_the_exact_one(make, shape, error, device):
     """Also if R is used as it is: x does not depend on R, but on W."""
-    layer, z = make().eval(), torch.randn(4, *shape, requires_grad=True)
+    layer, z = make().to(device).eval(), torch.randn(4, *shape, device=device, requires_grad=True)
     layer.load_state_dict({name: value for name, value in layer.state_dict().items() if name in ("weight", "bias")}, strict=False)
     with torch.no_grad():
         right = layer.inverse_of(layer.weight)
@@ -54,10 +54,11 @@ def test_the_stored_inverse_has_no_derivative_even_if_nothing_else_has_one():
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch's own forward mode
 @pytest.mark.parametrize("error", [0.0, 1e-3])
-def test_tangents_are_those_of_the_exact_inverse(error):
-    layer, z, tangents = SelfNormLinear(4), torch.randn(3, 4), (torch.randn(3, 4), torch.randn(4, 4))
+def test_tangents_are_those_of_the_exact_inverse(error, device):
+    layer, z = SelfNormLinear(4).to(device), torch.randn(3, 4, device=device)
+    tangents = torch.randn_like(z), torch.randn_like(layer.weight)
     with torch.no_grad():
-        layer.weight_inv.copy_(torch.linalg.inv(layer.weight) + error * torch.randn(4, 4))
+        layer.weight_inv.copy_(torch.linalg.inv(layer.weight) + error * torch.randn_like(layer.weight))
     layer.auto_inverse(z)
     weight = layer.weight.detach()
     del layer.weight
@@ -70,8 +71,9 @@ def test_tangents_are_those_of_the_exact_inverse(error):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch's own forward mode
-def test_transforms_of_torch_func_work_and_leave_nothing_behind():
-    flow, z = Flow(Chain(SelfNormLinear(3), SelfNormLinear(3)), StandardNormal(3)), torch.randn(2, 3)
+def test_transforms_of_torch_func_work_and_leave_nothing_behind(device):
+    flow = Flow(Chain(SelfNormLinear(3), SelfNormLinear(3)), StandardNormal(3)).to(device)
+    z = torch.randn(2, 3, device=device)
     weights = dict(flow.named_parameters())
 
     def total(weights, u, inverse):
