@@ -123,8 +123,8 @@ class Bijection(nn.Module):
         initialize(x)       data-dependent initialisation; called once, before the first step
         after_step()        called by the training loop after each optimiser step; random numbers come from the generator that
                             it is given (set `draws_after_step` if it draws any)
-        reconstruction_names  define it if the surrogate returns reconstruction errors; `Loss` then needs the attributes of
-                            `linalg.learned.LearnedInverse`. Also set `surrogate_is_exact = False`.
+        reconstruction_names  define it if the surrogate returns reconstruction errors; `Loss` then needs `example_shape`, and
+                            with probes all of `linalg.learned.LearnedInverse`. Also set `surrogate_is_exact = False`.
         inverse_tracker     return the layer itself if `after_step` updates a stored inverse
         planned_inverse     return the layer itself if `auto_inverse` decides how to use a stored inverse
 

@@ -213,13 +213,14 @@ class Flow(nn.Module):
         return x
 
     def check_learned_inverses(self) -> None:
-        """Warns if ‖RW − I‖_F/√D is above 0.1 in a layer that has decoded a z, once for each set of weights.
+        """Warns if ‖RW − I‖_F/√D is above 0.1 in a layer that has seen a batch, once for each set of weights.
 
         A write through `.data` may go unnoticed (see `TensorMark`); `auto` compares all values. Under a transform of torch.func
         nothing is checked.
         """
         if is_transformed():
             return
+        # Not `planned_inverses`, which takes several times as long (`all_modules`): this runs at every call.
         planned = [layer.planned_inverse for layer in all_modules(self.bijection) if isinstance(layer, Bijection)]
         weights = [value for layer in planned if layer for value in (layer.weight, layer.weight_inv)]
         if unchanged(weights, _MEASURED.get(self, [])):

@@ -26,7 +26,8 @@ class Metrics(NamedTuple):
     """The figures of a step, on the device and without gradient. Those of several steps are stacked, one row per step.
 
     surrogate:       mean of −`Surrogate.log_det`; not a likelihood.
-    reconstruction:  (K,) mean squared error ‖RWh − h‖²/D of each self-normalizing layer, with probes.
+    reconstruction:  (K,) ‖RWh − h‖²/D of each self-normalizing layer, averaged over the batch; with probes, plus its average
+                     over them.
     """
 
     surrogate: Tensor
@@ -34,7 +35,7 @@ class Metrics(NamedTuple):
 
 
 class UnstableObjectiveWarning(UserWarning):
-    """Issued for a loss that is known to lose the learned inverses of ordinary data."""
+    """Issued for a λ with which `Loss` cannot keep learned inverses accurate: 0, or too small for the paper's objective."""
 
 
 class Loss(nn.Module):
@@ -129,7 +130,7 @@ class Loss(nn.Module):
         self.flow.after_step(generator=generator)
 
     def _fits_kernel(self, flow: Flow, x: Tensor) -> bool:
-        """Returns whether the objective's kernel can compute the loss: the paper's penalty, on a standard normal base."""
+        """Returns whether the objective's kernel can compute the loss: a fixed λ, no probes, and a standard normal base."""
         usual = type(self.penalty) is Fixed and type(flow.base) is StandardNormal and not self.probes
         return usual and usable(x, self.penalty.reconstruction_weight if len(self.penalty.reconstruction_weight) else None)
 

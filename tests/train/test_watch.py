@@ -127,6 +127,8 @@ def test_a_rollback_does_not_repeat_the_warning():
             {"stability": r"layer 0 is predicted to lose.* is 1.01.*inverse_likelihood=false", "error": "layer 2"},
         ),
         ({"0": 0.02, "2": 0.3}, {"0": 1.5, "2": 3}, {"stability": r"layer 2 has lost.* is 3"}),
+        ({"0": 0.5, "2": 0.9}, {"0": 0.2, "2": 0.1}, {"error": r"layer 2 .* = 0.9"}),
+        ({"0": 0.02, "2": 0.2}, {"0": 0.5, "2": None}, {"error": r"layer 2 .*Train with inverse_likelihood=false"}),
         ({"0": 0.02}, {"0": math.inf}, {"stability": r"layer 0 is predicted to lose.* is inf"}),
     ],
 )

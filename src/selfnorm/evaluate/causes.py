@@ -15,13 +15,18 @@ class Cause(NamedTuple):
 
 
 def cause_of_error(
-    layer: str, error: float | None, ratio: float | None = None, reconstruction: tuple[float, float] | None = None
+    layer: str,
+    error: float | None,
+    ratio: float | None = None,
+    inverse_likelihood: bool = False,
+    reconstruction: tuple[float, float] | None = None,
 ) -> Cause | None:
     """Returns what is wrong with the learned inverse of a layer; None if nothing is.
 
-    error:           ‖RW − I‖_F/√D.
-    ratio:           its stability ratio (`stability_ratios`), if the paper's objective trains it; for k×k kernels an estimate.
-    reconstruction:  its mean squared errors per dimension on data and on white noise.
+    error:               ‖RW − I‖_F/√D.
+    ratio:               its stability ratio, where `stability_ratios` knows it; for k×k kernels an estimate.
+    inverse_likelihood:  whether the paper's objective trains it.
+    reconstruction:      its mean squared errors per dimension on data and on white noise.
     """
     place = f"layer {layer}".strip()
     far_off = error is not None and not error <= LARGEST_ERROR  # true for NaN
@@ -38,7 +43,7 @@ def cause_of_error(
     if reconstruction is not None:
         data, noise = reconstruction
         where = ", in directions in which the data hardly varies" if 100 * data < noise else ", on the data as well"
-    objective = "inverse_likelihood=false, " if ratio is not None else ""
+    objective = "inverse_likelihood=false, " if inverse_likelihood else ""
     return Cause(
         "error",
         f"{place} has a learned inverse that is off by ‖RW − I‖/√D = {error:.2g}, above {LARGEST_ERROR}{where}. Train "

@@ -107,7 +107,7 @@ def examine(
         notes += remarks
         reconstruction = health.data_reconstruction, health.noise_reconstruction
         if name in flow.reconstruction_names and (
-            cause := cause_of_error(name, health.distance, health.stability_ratio, reconstruction)
+            cause := cause_of_error(name, health.distance, health.stability_ratio, bool(ratios), reconstruction)
         ):
             notes.append(cause.line)
     with warnings.catch_warnings(record=True) as caught:

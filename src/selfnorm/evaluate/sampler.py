@@ -80,12 +80,19 @@ class Sampler:
         return self.flow.decode(z, self.inverse)
 
     def _prepare(self, z: Tensor) -> None:
+        """Brings the graph up to date for inputs like z.
+
+        Drops it if the conditions have changed. From the second call on, captures it, and again whenever the fixed steps change;
+        "learned" has none, so it is captured once.
+        """
         conditions = _capture_conditions(self.flow, z)
         if conditions != self._conditions:
             self._conditions, self._calls, self._tried, self._graph = conditions, 0, None, None
             self._layers = list(self.flow.planned_inverses().values())
             weights = [value for layer in self._layers for value in (layer.weight, layer.weight_inv)]
-            self._weights = [value for value in weights if not value.is_inference()]  # the others have no version
+            self._weights = [
+                value for value in weights if not value.is_inference()
+            ]  # tensors made in inference mode have no version
         self._calls += 1
         if self.inverse == "learned":
             versions = [value._version for value in self._weights]

@@ -11,7 +11,7 @@ from torch import Tensor
 from selfnorm.evaluate.inputs import recorded_inputs
 from selfnorm.evaluate.likelihood import evaluating
 from selfnorm.layers.linear import ConvMap, LinearMap
-from selfnorm.linalg.moments import moment_on_centre, patch_second_moment, weakest_hold
+from selfnorm.linalg.moments import largest_mu, moment_on_centre, patch_second_moment
 from selfnorm.objective import Loss
 
 MAX_MOMENT_SIZE = 4096  # most rows of a second moment to take eigenvalues of
@@ -47,7 +47,7 @@ def stability_ratios(loss: Loss, batches: Iterable[Tensor]) -> dict[str, float |
                     # A running mean over all examples so far.
                     before = moments.get(name, torch.zeros_like(moment))
                     moments[name] = before + (moment - before) * (len(x) / examples)
-    weights = _weights_of_sums(loss, [dimensions.get(name, 1) for name in layers])
+    weights = _effective_weights(loss, [dimensions.get(name, 1) for name in layers])
     noise = 1.0 if loss.probes else 0.0
     return {
         name: _ratio(known[name], moments[name], weight, noise) if name in moments else None
@@ -56,7 +56,7 @@ def stability_ratios(loss: Loss, batches: Iterable[Tensor]) -> dict[str, float |
 
 
 def _kernel_sizes(layer: ConvMap) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns the sizes that hold both kernels of a layer, and that both kernels hold."""
+    """Returns the smallest size that contains both kernels of a layer, and the largest that both contain."""
     (height, width), other = layer.kernel_size, getattr(layer, "inverse_kernel_size", layer.kernel_size)
     return (max(height, other[0]), max(width, other[1])), (min(height, other[0]), min(width, other[1]))
 
@@ -77,11 +77,11 @@ def _ratio(layer: LinearMap, moment: Tensor, weight: float, noise: float) -> flo
     if isinstance(layer, ConvMap):
         outer, size = _kernel_sizes(layer)
         moment = moment_on_centre(moment, outer, size)
-    weakest = max(weakest_hold(group, size) for group in moment)
-    return math.inf if weight == 0 else weakest / (8 * weight)
+    mu = max(largest_mu(group, size) for group in moment)
+    return math.inf if weight == 0 else mu / (8 * weight)
 
 
-def _weights_of_sums(loss: Loss, dimensions: list[int]) -> list[float]:
+def _effective_weights(loss: Loss, dimensions: list[int]) -> list[float]:
     """Returns the λ of each layer for which λ·‖RWh − h‖² has the gradient of the loss's penalty at a small error."""
     penalty = loss.penalty
     error = torch.zeros_like(penalty.reconstruction_weight).requires_grad_()

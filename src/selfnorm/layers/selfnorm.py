@@ -87,7 +87,8 @@ class SelfNormLinear(_SelfNormalizing, DenseMap):
 
     Parameters: weight (D, D), I + Xavier-normal noise of gain 0.01 at first; weight_inv (D, D), Wᵀ at first; bias (D,).
     `forward` and `inverse` stay exact: they factorise W once for each set of weights, O(D³). Keller et al. (2021), section 4.1.
-    A `Loss` decides whether R takes part of the likelihood's gradient; `surrogate` does so before any `Loss` has used the layer.
+    A `Loss` decides whether R takes half of the likelihood's gradient. Before any `Loss` has used the
+    layer, it does, as in the paper.
 
     >>> layer = SelfNormLinear(3)
     >>> z, log_det, reconstruction = layer.surrogate(torch.randn(5, 3))
@@ -125,7 +126,7 @@ class SelfNormConv2d(_SelfNormalizing, ConvMap):
     rotation if 1×1; weight_inv (C, C/groups, rh, rw), flip(w) at first; bias (C,). r may be larger than w
     (`inverse_kernel_size`), since the inverse of a small kernel reaches further; both share dilation, groups and padding.
     `forward` and `inverse` stay exact, at the cost that `ExactConv2d` names, once for each set of weights and image size.
-    Keller et al. (2021), sections 4.2 and A.4. A `Loss` decides which part of the likelihood's gradient r takes, as for
+    Keller et al. (2021), sections 4.2 and A.4. A `Loss` decides whether r takes half of the likelihood's gradient, as for
     `SelfNormLinear`.
 
     >>> layer = SelfNormConv2d(2, 3, inverse_kernel_size=5)
@@ -226,7 +227,7 @@ class _SelfNormConv2d(torch.autograd.Function):
     """x (N, C, H, W), kernels w, r -> w ⋆ x, zeros (N,), ‖r ⋆ w ⋆ x − x‖² (N, 1): the same with T(w), T(r) for W, R.
 
     Seen from the kernel, T(r)ᵀ is flip(r) times m, the number of times that T(w) holds each tap; r is cut or zero-padded to w's
-    size for that, and w to r's. 6 convolutions in all.
+    size for that, and w to r's. 6 convolutions in all, 5 one-sided where the input needs no gradient.
     """
 
     @staticmethod

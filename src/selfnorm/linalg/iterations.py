@@ -13,7 +13,8 @@ from torch import Tensor
 NORM_FACTOR = 10 * math.sqrt(2 / math.pi)
 NORM_PROBES = 16
 MAX_REFINEMENTS = 32
-# The error of a stored inverse is measured on that many vectors, on fewer if they would hold more numbers than that in all.
+# The error of a stored inverse is measured exactly up to ERROR_PROBES dimensions. In more, on ERROR_PROBES Gaussian vectors, or
+# on as many as hold ERROR_NUMBERS numbers in all, but at least NORM_PROBES.
 ERROR_PROBES, ERROR_NUMBERS = 256, 2**20
 # Each read waits for the device. The powers of a good R need one.
 POWERS_PER_READ = 8

@@ -1,4 +1,4 @@
-"""Second moments of what a convolution's kernel sees of its input, and how weakly they hold a kernel."""
+"""Second moments of what a convolution's kernel sees of its input, and which change of a kernel they hold least."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def moment_on_centre(moment: Tensor, kernel_size: tuple[int, int], centre_size: 
     return torch.linalg.inv(torch.linalg.inv(moment)[:, kept][:, :, kept])
 
 
-def weakest_hold(moment: Tensor, kernel_size: tuple[int, int]) -> float:
+def largest_mu(moment: Tensor, kernel_size: tuple[int, int]) -> float:
     """Returns the largest μ with Te = μ·eP for a kernel e (c, c, kh, kw), where T transposes its map and P (m, m) is a moment of
     patches, m = c·kh·kw. It is 1/λ_min(P) for 1×1 kernels, and at most that for others; infinite for P = 0.
 

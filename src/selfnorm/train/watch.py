@@ -22,7 +22,7 @@ class InverseState:
     """Figures of the self-normalizing layers, by name; None where one could not be measured.
 
     errors:  ‖RW − I‖_F/√D; in more than 256 dimensions an estimate.
-    ratios:  `stability_ratios`, only with the paper's objective.
+    ratios:  `stability_ratios`; empty unless the paper's objective trains them.
     """
 
     errors: dict[str, float | None]
@@ -35,10 +35,14 @@ class InverseState:
 
     def causes(self) -> dict[str, str]:
         """Returns the lines to warn with, by the kind of their cause: of each kind that of the worst layer."""
-        found = {name: cause_of_error(name, error, self.ratios.get(name)) for name, error in self.errors.items()}
-        # The worst layer last: of each kind, the mapping keeps the last line.
-        worst = sorted(found, key=lambda name: (_size(self.ratios.get(name)), _size(self.errors[name])))
-        return {cause.kind: cause.line for name in worst if (cause := found[name])}
+        of_paper = bool(self.ratios)
+        found = {name: cause_of_error(name, error, self.ratios.get(name), of_paper) for name, error in self.errors.items()}
+        worst: dict[str, tuple[float, str]] = {}
+        for name, cause in found.items():
+            if cause:
+                figures = self.ratios if cause.kind == "stability" else self.errors
+                worst[cause.kind] = max(worst.get(cause.kind, (-math.inf, "")), (_size(figures[name]), cause.line))
+        return {kind: line for kind, (_, line) in worst.items()}
 
     def recovered(self) -> set[str]:
         """Returns the kinds of causes from which all layers are far enough that the next crossing is worth a new warning."""
