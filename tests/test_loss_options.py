@@ -88,7 +88,7 @@ def test_the_objective_survives_activation_checkpointing(reentrant, inverse_like
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("probes", [-1, 10_001, 2.5])
+@pytest.mark.parametrize("probes", [-1, 10_001, 2.5, True, False, 0.0, None, []])
 def test_probes_out_of_range(probes):
     with pytest.raises(ValueError, match=r"Loss: expected .*probes.*got"):
         Loss(fc_flow(3), probes=probes)

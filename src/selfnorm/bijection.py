@@ -83,6 +83,7 @@ class PlannedInverse(Protocol):
 
     weight: Tensor
     weight_inv: Tensor
+    example_shape: tuple[int, ...]
 
     def extra_repr(self) -> str: ...
 

@@ -186,7 +186,8 @@ class Flow(nn.Module):
         """Maps z → x. `inverse` says how, in layers with a learned inverse R of their weight W; other layers are exact.
 
         auto:     R, refined by as many steps as a relative error of √eps takes (3e-4 in float32), where refining converges; the
-                  exact inverse elsewhere. Decided once for each set of weights, by a few products with white noise.
+                  exact inverse elsewhere. Rounding adds about eps·cond(W). Decided once for each set of weights, by a few
+                  products with white noise.
         learned:  R alone, one product: the fastest, and as accurate as R, also in its derivatives. Warns with an
                   `InaccurateInverseWarning` if ‖RW − I‖_F/√D is above 0.1 in a layer, once for each set of weights (see
                   `check_learned_inverses`).
@@ -213,7 +214,7 @@ class Flow(nn.Module):
         return x
 
     def check_learned_inverses(self) -> None:
-        """Warns if ‖RW − I‖_F/√D is above 0.1 in a layer that has seen a batch, once for each set of weights.
+        """Warns if ‖RW − I‖_F/√D is above 0.1 in a layer that has seen a batch, once for each set of weights and shape.
 
         A write through `.data` may go unnoticed (see `TensorMark`); `auto` compares all values. Under a transform of torch.func
         nothing is checked.
@@ -221,11 +222,14 @@ class Flow(nn.Module):
         if is_transformed():
             return
         # Not `planned_inverses`, which takes several times as long (`all_modules`): this runs at every call.
-        planned = [layer.planned_inverse for layer in all_modules(self.bijection) if isinstance(layer, Bijection)]
-        weights = [value for layer in planned if layer for value in (layer.weight, layer.weight_inv)]
-        if unchanged(weights, _MEASURED.get(self, [])):
+        bijections = (layer for layer in all_modules(self.bijection) if isinstance(layer, Bijection))
+        planned = [layer for each in bijections if (layer := each.planned_inverse)]
+        weights = [value for layer in planned for value in (layer.weight, layer.weight_inv)]
+        shapes = [layer.example_shape for layer in planned]  # the error of a k×k kernel depends on the size of the image
+        marks, measured_shapes = _MEASURED.get(self, ([], []))
+        if shapes == measured_shapes and unchanged(weights, marks):
             return
-        _MEASURED[self] = marks_of(weights)
+        _MEASURED[self] = marks_of(weights), shapes
         layers = self.planned_inverses()
         errors = {name: layer.inverse_error() for name, layer in layers.items()}
         far = {name: error for name, error in errors.items() if error is not None and not error <= LARGEST_ERROR}
@@ -332,8 +336,8 @@ def _in_words(plans: dict[str, InversePlan | None], stored: str) -> str:
         listed = [f"{name} ({error:.2g})" if name else f"{error:.2g}" for name, error in list(exact.items())[:3]]
         more = f" and {len(exact) - len(listed)} more" if len(exact) > len(listed) else ""
         parts.append(
-            f"exact inverse in {_counted(len(exact))}, where refining the {stored} one takes more than {MAX_REFINEMENTS} steps; "
-            f"‖RW − I‖/√D: {', '.join(listed)}{more}"
+            f"exact inverse in {_counted(len(exact))}, where {MAX_REFINEMENTS} steps do not refine the {stored} one to the "
+            f"tolerance; ‖RW − I‖/√D is about {', '.join(listed)}{more}"
         )
     return "; ".join(parts)
 
@@ -342,5 +346,6 @@ def _counted(layers: int) -> str:
     return f"{layers} layer{'s' * (layers != 1)}"
 
 
-# The weights whose learned inverses each flow has measured last. Not an attribute, which copies and pickles would include.
-_MEASURED: weakref.WeakKeyDictionary[Flow, list[TensorMark]] = weakref.WeakKeyDictionary()
+# The weights whose learned inverses each flow has measured last, and the shapes of examples on which it did. Not an attribute,
+# which copies and pickles would include.
+_MEASURED: weakref.WeakKeyDictionary[Flow, tuple[list[TensorMark], list[tuple[int, ...]]]] = weakref.WeakKeyDictionary()

@@ -14,7 +14,7 @@ from selfnorm.flow import Flow, StandardNormal
 from selfnorm.kernels.dispatch import usable
 from selfnorm.linalg.learned import LearnedInverse, is_learned_inverse
 from selfnorm.penalties import GECO, MDMM, Fixed, Penalty
-from selfnorm.runtime.checks import expect_batch, positive_int
+from selfnorm.runtime.checks import expect_batch, whole_number
 from selfnorm.runtime.context import step_context
 
 MAX_PROBES = 10_000
@@ -60,7 +60,7 @@ class Loss(nn.Module):
         self.flow = flow
         self.penalty = penalty if isinstance(penalty, Penalty) else Fixed(penalty)
         self.penalty.attach(len(flow.reconstruction_names))
-        self.probes = positive_int("Loss", "probes", probes) if probes else 0
+        self.probes = whole_number("Loss", "probes", probes)
         if self.probes > MAX_PROBES:
             raise ValueError(f"Loss: expected at most {MAX_PROBES:,} probes, got {probes}")
         if self.probes and not flow.reconstruction_names:

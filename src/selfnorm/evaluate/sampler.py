@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import index
 from typing import Any, NamedTuple, SupportsIndex, get_args
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from selfnorm.bijection import InversePlan, PlannedInverse
 from selfnorm.flow import Flow, Inverse
+from selfnorm.runtime.checks import whole_number
 from selfnorm.runtime.context import step_context
 from selfnorm.runtime.graphs import capturing, error_on_sync, restoring_generator
 from selfnorm.runtime.modules import all_modules
@@ -49,7 +49,7 @@ class Sampler:
             raise ValueError(f"Sampler: expected a Flow, got {type(flow).__name__}")
         if not isinstance(generator, torch.Generator | None):
             raise ValueError(f"Sampler: expected generator to be a torch.Generator or None, got {type(generator).__name__}")
-        self.flow, self.n, self.inverse, self.generator = flow, _sample_count(n), inverse, generator
+        self.flow, self.n, self.inverse, self.generator = flow, whole_number("Sampler", "n", n), inverse, generator
         self._conditions: tuple[Any, ...] | None = None  # of the last call; what follows belongs to calls under them
         self._calls = 0
         self._layers: list[PlannedInverse] = []
@@ -173,14 +173,3 @@ def _capture_conditions(flow: Flow, z: Tensor) -> tuple[Any, ...]:
     rounding = products_in_tf32(), convolutions_in_tf32(), networks_in_bf16()
     autocast = torch.is_autocast_enabled(z.device.type), torch.get_autocast_dtype(z.device.type)
     return z.device, z.dtype, z.shape, layout, rounding, autocast
-
-
-def _sample_count(n: SupportsIndex) -> int:
-    """Returns n, of any integer type, as an int; raises ValueError unless it is at least 0."""
-    try:
-        number = -1 if isinstance(n, bool) else index(n)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ValueError(f"Sampler: expected n to be a whole number of at least 0, got {n!r}")
-    return number

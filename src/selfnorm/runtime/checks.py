@@ -81,15 +81,20 @@ def expect_finite(who: str, what: str, value: Tensor, hint: Callable[[], str] = 
         raise ValueError(f"{who}: expected a finite {what}, got {bad} non-finite of {value.numel()} values{hint()}")
 
 
+def whole_number(who: str, name: str, value: SupportsIndex, least: int = 0) -> int:
+    """Returns `value`, of any integer type, as an int; raises ValueError for a bool, and unless it is at least `least`."""
+    try:
+        number = None if isinstance(value, bool) else index(value)
+    except TypeError:
+        number = None
+    if number is None or number < least:
+        raise ValueError(f"{who}: expected {name} to be a whole number of at least {least}, got {value!r}")
+    return number
+
+
 def positive_int(who: str, name: str, value: SupportsIndex) -> int:
     """Returns `value`, of any integer type, as an int; raises ValueError unless it is at least 1."""
-    try:
-        number = index(value)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise ValueError(f"{who}: expected {name} to be a whole number of at least 1, got {value!r}")
-    return number
+    return whole_number(who, name, value, least=1)
 
 
 def pair(who: str, name: str, value: int | Sequence[int]) -> tuple[int, int]:
