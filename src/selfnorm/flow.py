@@ -222,10 +222,9 @@ class Flow(nn.Module):
         if is_transformed():
             return
         # Not `planned_inverses`, which takes several times as long (`all_modules`): this runs at every call.
-        bijections = (layer for layer in all_modules(self.bijection) if isinstance(layer, Bijection))
-        planned = [layer for each in bijections if (layer := each.planned_inverse)]
-        weights = [value for layer in planned for value in (layer.weight, layer.weight_inv)]
-        shapes = [layer.example_shape for layer in planned]  # the error of a k×k kernel depends on the size of the image
+        planned = [layer.planned_inverse for layer in all_modules(self.bijection) if isinstance(layer, Bijection)]
+        weights = [value for layer in planned if layer for value in (layer.weight, layer.weight_inv)]
+        shapes = [layer.example_shape for layer in planned if layer]  # the error of a k×k kernel depends on the size of the image
         marks, measured_shapes = _MEASURED.get(self, ([], []))
         if shapes == measured_shapes and unchanged(weights, marks):
             return
