@@ -27,6 +27,7 @@ REFUSED = {
     "even side": (lambda: ExactConv2d(2, (3, 2)), r"ExactConv2d: expected odd sides for kernel_size, got \(3, 2\)"),
     "even inverse": (lambda: SelfNormConv2d(2, 3, 6), r"SelfNormConv2d: expected odd sides for inverse_kernel_size, got 6"),
     "no kernel": (lambda: SelfNormConv2d(2, 0), r"SelfNormConv2d: expected kernel_size .*at least 1, got 0"),
+    "a bool": (lambda: SelfNormLinear(True), r"SelfNormLinear: expected features .*at least 1, got True"),
     "stride": (lambda: SelfNormConv2d(2, 3, stride=2), r"SelfNormConv2d: expected stride 1, got 2"),
     "groups": (lambda: SelfNormConv2d(4, 3, groups=3), r"SelfNormConv2d: expected groups that divide the 4 channels, got 3"),
     "no groups": (lambda: ExactConv2d(4, 3, groups=0), r"ExactConv2d: expected groups .*at least 1, got 0"),

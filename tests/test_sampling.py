@@ -105,15 +105,15 @@ def with_errors(*errors):
         ((1e-6,), "learned inverse, refined by 1 step, in 1 layer"),
         ((1e-6, 1e-6), "learned inverse, refined by 1 step, in 2 layers"),
         ((1e-6, 0.0), "learned inverse, refined by 0 to 1 steps, in 2 layers"),
-        ((0.0, 2.0), "learned inverse, as it is, in 1 layer; exact inverse in 1 layer, {why} 1 ({error})"),
-        ((2.0,) * 5, "exact inverse in 5 layers, {why} 0 ({error}), 1 ({error}), 2 ({error}) and 2 more"),
+        ((0.0, 2.0), "learned inverse, as it is, in 1 layer; exact inverse in 1 layer, {why} {error} in layer 1"),
+        ((2.0,) * 5, "exact inverse in 5 layers, {why} {error} in layer 0, {error} in layer 1, {error} in layer 2 and 2 more"),
     ],
 )
 def test_a_flow_says_what_auto_used(errors, words):
     flow = with_errors(*errors)
     assert flow.inverse_used == ""
     flow.sample(2)
-    why = "where 32 steps do not refine the learned one to the tolerance; ‖RW − I‖/√D is about"
+    why = "where 32 steps do not refine the learned one to the tolerance: ‖RW − I‖/√D ≈"
     error = 2 * white_noise((3,), torch.zeros(())).square().mean().sqrt().item()
     assert flow.inverse_used == words.format(why=why, error=f"{error:.2g}")
 

@@ -332,11 +332,11 @@ def _in_words(plans: dict[str, InversePlan | None], stored: str) -> str:
         times = f"refined by {span} step{'s' * (span != '1')}" if any(steps) else "as it is"
         parts.append(f"{stored} inverse, {times}, in {_counted(len(steps))}")
     if exact:
-        listed = [f"{name} ({error:.2g})" if name else f"{error:.2g}" for name, error in list(exact.items())[:3]]
+        listed = [f"{error:.2g}" + f" in layer {name}" * bool(name) for name, error in list(exact.items())[:3]]
         more = f" and {len(exact) - len(listed)} more" if len(exact) > len(listed) else ""
         parts.append(
             f"exact inverse in {_counted(len(exact))}, where {MAX_REFINEMENTS} steps do not refine the {stored} one to the "
-            f"tolerance; ‖RW − I‖/√D is about {', '.join(listed)}{more}"
+            f"tolerance: ‖RW − I‖/√D ≈ {', '.join(listed)}{more}"
         )
     return "; ".join(parts)
 

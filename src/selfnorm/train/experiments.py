@@ -16,8 +16,8 @@ from selfnorm.train.recipe import (
 )
 
 # The paper is Keller et al. (2021); its appendix A.3 has the settings, tables 1, 2, 4 and 5 the likelihoods. Where recipes differ
-# from it: all of them train by the one-sided objective, with a smaller λ where that was better (on CIFAR-10 and ImageNet by
-# analogy with MNIST, not measured); and those of fully connected and convolutional flows let the learning rate fall at the end,
+# from it: all of them train by the one-sided objective, with a smaller λ, which was better or made no difference (on CIFAR-10
+# and ImageNet not measured); and those of fully connected and convolutional flows let the learning rate fall at the end,
 # which is worth more than all else (benchmarks/NOTEBOOK.md). The names that end in -paper keep the paper's objective, λ and
 # schedule.
 _DIGITS_FC = Recipe(

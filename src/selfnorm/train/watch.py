@@ -37,12 +37,13 @@ class InverseState:
         """Returns the lines to warn with, by the kind of their cause: of each kind that of the worst layer."""
         of_paper = bool(self.ratios)
         found = {name: cause_of_error(name, error, self.ratios.get(name), of_paper) for name, error in self.errors.items()}
-        worst: dict[str, tuple[float, str]] = {}
-        for name, cause in found.items():
-            if cause:
-                figures = self.ratios if cause.kind == "stability" else self.errors
-                worst[cause.kind] = max(worst.get(cause.kind, (-math.inf, "")), (_size(figures[name]), cause.line))
-        return {kind: line for kind, (_, line) in worst.items()}
+        lines: dict[str, str] = {}
+        for kind, figures in {"stability": self.ratios, "error": self.errors}.items():
+            of_kind = {name: cause.line for name, cause in found.items() if cause and cause.kind == kind}
+            if of_kind:
+                _, worst = max((_size(figures[name]), name) for name in of_kind)
+                lines[kind] = of_kind[worst]
+        return lines
 
     def recovered(self) -> set[str]:
         """Returns the kinds of causes from which all layers are far enough that the next crossing is worth a new warning."""
