@@ -17,7 +17,8 @@ from selfnorm.report import figures
 from selfnorm.train.checkpoint import read_checkpoint, save_checkpoint
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.run import draw_samples, free_path, start_run
-from selfnorm.train.trained import Scores, Trained
+from selfnorm.train.scores import Scores
+from selfnorm.train.trained import Trained
 from support.commandline import SHORT, fails, invoke, ok
 from support.small_runs import SMALL
 from support.small_runs import digits as digits_recipe

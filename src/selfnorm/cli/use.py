@@ -1,12 +1,9 @@
-"""The verbs that use a run or the recipes: eval, sample, score, recipes, doctor."""
+"""The verbs that look at a run or at the recipes: eval, recipes, doctor."""
 
 from __future__ import annotations
 
-import csv
-import sys
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated
 
 import typer
 
@@ -17,25 +14,20 @@ from selfnorm.cli.options import (
     DataDir,
     Debug,
     Device,
-    InverseChoice,
     Json,
     Output,
     PartChoice,
     PrecisionChoice,
     RunPath,
-    Seed,
     absolute_folder,
     resolve_device,
 )
-from selfnorm.data.dataset import is_image
 from selfnorm.evaluate.health import repair
-from selfnorm.runtime.files import replacing
 from selfnorm.train.checkpoint import save_checkpoint
 from selfnorm.train.experiments import RECIPES, find_recipe
 from selfnorm.train.recipe import Recipe
-from selfnorm.train.run import free_path
 from selfnorm.train.settings import to_toml
-from selfnorm.train.trained import Trained, write_samples
+from selfnorm.train.trained import Trained
 
 
 @command(
@@ -64,65 +56,6 @@ def evaluate(
     else:
         precision_note = "" if precision is PrecisionChoice.float32 else f", products in {precision.value}"
         OUT.print(f"{trained.checkpoint.recipe.name}, {part.value}{precision_note}: {found}")
-
-
-@command(
-    "sample",
-    "selfnorm sample runs/digits-fc-snf -n 64 -o samples.png",
-    "selfnorm sample runs/fit-measurements -n 1000 --inverse exact -o samples.csv",
-)
-def sample(
-    run: RunPath,
-    n: Annotated[int, typer.Option("-n", min=1, help="Number of samples.")] = 64,
-    inverse: Annotated[
-        InverseChoice,
-        typer.Option(
-            help="auto, exact and refined follow the density; learned is fastest, but only as accurate as the learned inverse."
-        ),
-    ] = InverseChoice.auto,
-    output: Output = None,
-    seed: Seed = 0,
-    device: Device = "auto",
-    debug: Debug = False,
-) -> None:
-    """Draw samples into a file: .png for images, .csv or .npy for any data."""
-    trained = Trained.open(run, resolve_device(device))
-    checkpoint = trained.checkpoint
-    image = is_image(checkpoint.shape, checkpoint.levels)
-    output = output or free_path(Path("samples.png" if image else "samples.csv"))
-    write_samples(output, trained.sample(n, inverse.value, seed), checkpoint.levels, checkpoint.columns)
-    OUT.print(f"wrote {n} samples to {output}\nused the {trained.flow.inverse_used}")
-
-
-@command("score", "selfnorm score runs/fit-measurements new.csv", "selfnorm score runs/fit-measurements new.csv -o scores.csv")
-def score(
-    run: RunPath,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Data with the same columns or image size as the run's.")],
-    output: Output = None,
-    samples: Annotated[int, typer.Option(min=1, help="Dequantisation samples, for images.")] = 1,
-    seed: Seed = 0,
-    device: Device = "auto",
-    json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Compute the exact log-likelihood of each row, to find outliers.
-
-    Rank 1 is the least likely row of the file. Percentile is the percentage of training data that is less likely than the row.
-    """
-    if not file.exists():
-        raise ValueError(f"{file}: expected a file or a folder of images, got a path that does not exist")
-    if json and output:
-        raise ValueError("--json: expected no -o with it, got both; JSON goes to stdout, -o writes CSV")
-    rows = Trained.open(run, resolve_device(device)).score(file, samples, seed).rows()
-    if json:
-        for row in rows:
-            print_json(row)
-    elif output is None:
-        _write_csv(sys.stdout, rows)
-    else:
-        with replacing(output) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
-            _write_csv(stream, rows)
-        OUT.print(f"wrote {len(rows)} rows to {output}")
 
 
 @command("recipes", "selfnorm recipes", "selfnorm recipes mnist-glow-snf")
@@ -182,12 +115,6 @@ def doctor(
     if not json:
         OUT.print(f"\nrepaired {', '.join(repaired)}; written to {output}")
     print_health(trained.health(x, train), json)
-
-
-def _write_csv(stream: TextIO, rows: list[dict[str, Any]]) -> None:
-    writer = csv.DictWriter(stream, rows[0].keys(), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
 
 
 def _describe_model(recipe: Recipe) -> str:

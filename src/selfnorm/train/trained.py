@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,19 +15,18 @@ from torch import Tensor
 from selfnorm.bijection import located
 from selfnorm.data import load_dataset, read_examples
 from selfnorm.data.batches import Examples, generator_for
-from selfnorm.data.dataset import fingerprint, is_image
+from selfnorm.data.dataset import fingerprint
 from selfnorm.evaluate.health import FlowHealth, examine
 from selfnorm.evaluate.likelihood import Likelihood, evaluating, likelihood, mean_log_likelihoods, reference_scores
 from selfnorm.evaluate.sampler import Sampler
 from selfnorm.evaluate.stability import stability_ratios
 from selfnorm.flow import Flow, Inverse
 from selfnorm.objective import UnstableObjectiveWarning
-from selfnorm.report import figures
-from selfnorm.runtime.files import replacing
 from selfnorm.runtime.precision import Precision
 from selfnorm.runtime.threads import cpu_threads
 from selfnorm.train.checkpoint import Checkpoint, checkpoint_path, read_checkpoint
 from selfnorm.train.folder import RunFolder
+from selfnorm.train.scores import Scores
 from selfnorm.train.watch import MAX_EXAMPLES
 
 
@@ -159,56 +156,3 @@ class Trained:
         if (self.checkpoint.levels is not None) != (table.dtype == torch.uint8):
             kind = "8-bit images" if self.checkpoint.levels else "real numbers"
             raise ValueError(f"{where}: expected {kind}, as in training, got {table.dtype}")
-
-
-@dataclass(frozen=True)
-class Scores:
-    """The rows of a file, compared by their exact log-likelihoods.
-
-    rank:        1 for the least likely row.
-    percentile:  percentage of training examples that are less likely than the row; near 0 for an outlier.
-    """
-
-    log_likelihood: NDArray[np.float64]
-    rank: NDArray[np.int64]
-    percentile: NDArray[np.float64]
-
-    @classmethod
-    def of(cls, log_likelihood: NDArray[np.float64], training: NDArray[np.float64]) -> Scores:
-        """Ranks the rows, and compares them with the sorted scores of training examples."""
-        rank = np.empty(len(log_likelihood), np.int64)
-        rank[np.argsort(log_likelihood, kind="stable")] = np.arange(1, len(log_likelihood) + 1)
-        percentile = 100 * np.searchsorted(training, log_likelihood) / len(training)
-        return cls(log_likelihood, rank, percentile)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Returns one dict for each row of the file, in the order of the file."""
-        columns = zip(self.log_likelihood.tolist(), self.rank.tolist(), self.percentile.tolist(), strict=True)
-        return [
-            {"row": row, "log_likelihood": value, "rank": rank, "percentile": percentile}
-            for row, (value, rank, percentile) in enumerate(columns)
-        ]
-
-
-def write_samples(path: Path, samples: Tensor, levels: int | None, columns: tuple[str, ...]) -> None:
-    """Writes samples in the format of the file's suffix: .png, a grid of images; .csv, a table; .npy, an array (uint8 images)."""
-    if not path.parent.is_dir():  # writing a figure would create it
-        raise OSError(f"{path}: expected a folder to write it to, got none at {path.parent}")
-    suffix = path.suffix.lower()
-    image = is_image(tuple(samples.shape[1:]), levels)
-    if suffix == ".png" and image:
-        assert levels is not None
-        figures.image_grid(path, samples, levels)
-        return
-    endings = [*([".png"] if image else []), ".csv", ".npy"]
-    if suffix not in endings:
-        raise ValueError(f"{path}: expected the suffix {', '.join(endings)} for these samples, got {suffix or 'none'!r}")
-    values = samples.floor().clamp(0, levels - 1).to(torch.uint8) if levels is not None else samples
-    with replacing(path) as temporary:
-        if suffix == ".npy":
-            np.save(temporary, values.numpy())
-            return
-        names = columns or tuple(f"x{index}" for index in range(math.prod(samples.shape[1:])))
-        with temporary.open("w", newline="", encoding="utf-8") as stream:
-            csv.writer(stream, lineterminator="\n").writerow(names)
-            np.savetxt(stream, values.flatten(1).numpy(), delimiter=",", fmt="%d" if levels else "%.9g")

@@ -1,0 +1,38 @@
+"""The result of scoring a file: the likelihood of each row, its rank, and its place among the training data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The rows of a file, compared by their exact log-likelihoods.
+
+    rank:        1 for the least likely row.
+    percentile:  percentage of training examples that are less likely than the row; near 0 for an outlier.
+    """
+
+    log_likelihood: NDArray[np.float64]
+    rank: NDArray[np.int64]
+    percentile: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, log_likelihood: NDArray[np.float64], training: NDArray[np.float64]) -> Scores:
+        """Ranks the rows, and compares them with the sorted scores of training examples."""
+        rank = np.empty(len(log_likelihood), np.int64)
+        rank[np.argsort(log_likelihood, kind="stable")] = np.arange(1, len(log_likelihood) + 1)
+        percentile = 100 * np.searchsorted(training, log_likelihood) / len(training)
+        return cls(log_likelihood, rank, percentile)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns one dict for each row of the file, in the order of the file."""
+        columns = zip(self.log_likelihood.tolist(), self.rank.tolist(), self.percentile.tolist(), strict=True)
+        return [
+            {"row": row, "log_likelihood": value, "rank": rank, "percentile": percentile}
+            for row, (value, rank, percentile) in enumerate(columns)
+        ]
