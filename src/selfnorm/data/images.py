@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfnorm.data.locate import require_module
+from selfnorm.data.safe_files import files_below
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 GREY_MODES = ("1", "L", "LA")
@@ -40,11 +40,7 @@ def read_images(path: Path) -> NDArray[np.uint8]:
 
 def image_files(folder: Path) -> list[Path]:
     """Returns the image files below a folder, at any depth, sorted by path."""
-    found = []
-    for place, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(place, name) for name in names if not name.startswith(".") and name.lower().endswith(IMAGE_SUFFIXES)]
-    return sorted(found)
+    return files_below(folder, IMAGE_SUFFIXES, "images")
 
 
 def read_image(file: Path) -> NDArray[np.uint8]:

@@ -1,8 +1,10 @@
-"""Peak memory of a piece of work."""
+"""Peak memory of a piece of work, and the memory that is left."""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +16,8 @@ except ImportError:  # Windows has no such module; the peak is then unknown
     resource = None  # type: ignore[assignment]
 
 _PROCESS = Path("/proc/self")
+_MEMORY = Path("/proc/meminfo")
+_GROUPS = Path("/sys/fs/cgroup")
 
 
 class PeakMemory:
@@ -57,3 +61,27 @@ def _resident_peak() -> float | None:
         return None
     unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, other systems KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def available_memory() -> int | None:
+    """Returns how many bytes this process can still use without swapping, or None where that is unknown."""
+    found = [*_free_in_groups()]
+    with suppress(OSError, ValueError, IndexError):
+        found.append(1024 * int(_MEMORY.read_text().split("MemAvailable:")[1].split()[0]))
+    if not found:
+        with suppress(AttributeError, OSError, ValueError):  # without /proc, as on macOS: all memory that there is
+            found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return max(0, min(found)) if found else None
+
+
+def _free_in_groups() -> Iterator[int]:
+    """Yields what is left of the limit of each control group, as containers set, that this process is in."""
+    with suppress(OSError, IndexError):
+        groups = (_PROCESS / "cgroup").read_text().split("0::", 1)[1].splitlines()[0]
+        for name in (groups, *map(str, Path(groups).parents)):
+            place = _GROUPS / name.lstrip("/")
+            with suppress(OSError, ValueError, IndexError):  # ValueError: "max", no limit
+                limit, used = (int((place / f"memory.{part}").read_text()) for part in ("max", "current"))
+                # Pages of files that can be dropped are counted as used.
+                cached = int((place / "memory.stat").read_text().split("\ninactive_file ")[1].split()[0])
+                yield limit - used + cached

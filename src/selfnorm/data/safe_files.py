@@ -1,0 +1,98 @@
+"""What is checked before a file is read: what kind of file it is, whether its content fits into memory, how many there are."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+import warnings
+from pathlib import Path
+
+from selfnorm.runtime.memory import available_memory
+
+STANDARD_INPUT = Path("/dev/stdin")
+KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+# Their files are made by the kernel: some never end, and reading others has effects.
+SYSTEM_FOLDERS = frozenset({"/proc", "/sys", "/dev"})
+MAX_OTHERS = 100_000  # entries of a folder that are no images, beyond the number of images
+NOTICE_SECONDS = 1.0
+
+
+def expect_regular(path: Path, *, stdin: bool = False) -> None:
+    """Raises ValueError unless the path is a regular file or, if `stdin`, /dev/stdin. Call it before opening a file that a user
+    or a recipe names: opening a named pipe waits for a writer, and a device may have no end."""
+    if stdin and path == STANDARD_INPUT:
+        return
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:  # ValueError: a name with a null character
+        raise ValueError(f"{path}: expected a file that can be read, got none ({reason(error)})") from None
+    if not stat.S_ISREG(mode):
+        kind = next((name for is_kind, name in KINDS if is_kind(mode)), "something else")
+        raise ValueError(f"{path}: expected a regular file, got {kind}; save the data in a file first")
+
+
+def expect_fits_memory(who: object, size: int) -> None:
+    """Raises ValueError if `size` bytes, as computed from a file's header, are more than the memory that is available."""
+    available = available_memory()
+    if available is not None and size > available:
+        raise ValueError(
+            f"{who}: expected data that fits into the available memory, {_gigabytes(available)}, got {_gigabytes(size)}; "
+            "use fewer or smaller examples"
+        )
+
+
+def files_below(folder: Path, endings: tuple[str, ...], what: str) -> list[Path]:
+    """Returns the files below a folder, at any depth, whose names end so, sorted by path.
+
+    Skips hidden names, links to folders, and the system folders /proc, /sys and /dev. Warns of folders that cannot be read, and
+    once if the search takes long. Raises ValueError if there are many more other entries than files: this is no folder of them.
+    """
+    found: list[Path] = []
+    unread: list[str] = []
+    others, noticed, start = 0, False, time.monotonic()
+    waiting = [str(folder)]
+    while waiting:
+        place = waiting.pop()
+        try:
+            with os.scandir(place) as entries:
+                for entry in entries:
+                    if entry.name.startswith("."):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        if entry.path not in SYSTEM_FOLDERS:
+                            waiting.append(entry.path)
+                    elif entry.name.lower().endswith(endings) and not entry.is_dir():
+                        found.append(Path(entry.path))
+                        continue
+                    others += 1
+                    if others > MAX_OTHERS + len(found):
+                        raise ValueError(
+                            f"{folder}: expected a folder of {what} ({', '.join(endings)}), got {others:,} others "
+                            f"and {len(found):,} {what} so far; name the folder that holds the {what}"
+                        )
+        except OSError as error:
+            unread.append(f"{place} ({reason(error)})")
+        if not noticed and time.monotonic() - start > NOTICE_SECONDS:
+            noticed = True
+            warnings.warn(f"{folder}: looking for {what}; {len(found):,} so far, and {others:,} others", stacklevel=2)
+    if unread:
+        more = f", the first is {unread[0]}" if len(unread) > 1 else f": {unread[0]}"
+        count = "1 folder" if len(unread) == 1 else f"{len(unread):,} folders"
+        warnings.warn(f"{folder}: {count} could not be read, so {what} there are left out{more}", stacklevel=2)
+    return sorted(found)
+
+
+def reason(error: Exception) -> str:
+    """Returns why a call of the operating system failed, without the path, which the message names already."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:,.1f} GB"
