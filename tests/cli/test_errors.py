@@ -107,7 +107,7 @@ def test_score_wants_the_columns_of_the_training(table_run, digits_run, tmp_path
     other = write_csv(tmp_path / "other.csv", numbers(5, 3), "a,b,d")
     np.save(tmp_path / "four.npy", numbers(5, 4))
     for file, said in ((two, "a, b, c"), (other, "a, b, d"), (tmp_path / "four.npy", "3 columns, as in training, got 4")):
-        message = fails("score", folder, file, "-o", tmp_path / "old.csv")
+        message = fails("score", folder, file, "-o", tmp_path / "old.csv", "--force")
         assert str(file) in message and said in message
     assert (tmp_path / "old.csv").read_text() == "keep me"
     np.save(tmp_path / "bright.npy", np.full((2, 8, 8), 200, np.uint8))
@@ -209,7 +209,7 @@ def test_output_never_takes_the_place_of_a_device_and_follows_links(table_run, t
     assert pipe.is_fifo()
     target.write_text("old")
     link.symlink_to(target)
-    ok("score", table_run[0], table_run[1], "-o", link)
+    ok("score", table_run[0], table_run[1], "-o", link, "--force")
     assert link.is_symlink() and target.read_text().startswith("row,log_likelihood")
 
 

@@ -336,7 +336,7 @@ def test_doctor_repairs_into_a_new_checkpoint(digits_run):
     with torch.no_grad():
         assert torch.equal(selfnorm.load(repaired).log_prob(x), selfnorm.load(folder).log_prob(x))
     assert "digits-fc-snf, test" in ok("eval", repaired)
-    assert f"written to {repaired}" in ok("doctor", folder, "--repair")
+    assert f"written to {repaired}" in ok("doctor", folder, "--repair", "--force")
     repaired.unlink()
 
 

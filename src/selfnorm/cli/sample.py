@@ -8,19 +8,21 @@ from typing import Annotated
 import typer
 
 from selfnorm.cli.application import command
-from selfnorm.cli.console import OUT
+from selfnorm.cli.console import ERR, OUT
 from selfnorm.cli.options import (
     Debug,
     Device,
+    Force,
     InverseChoice,
     Output,
     RunPath,
     Seed,
     resolve_device,
 )
-from selfnorm.data.dataset import is_image
+from selfnorm.cli.outputs import check_output, data_of, expect_ending, expect_not_input, files_of
+from selfnorm.runtime.files import is_stream
 from selfnorm.train.run import free_path
-from selfnorm.train.sample_files import write_samples
+from selfnorm.train.sample_files import SAMPLE_ENDINGS, expect_room, sample_endings, write_samples
 from selfnorm.train.trained import Trained
 
 
@@ -39,14 +41,23 @@ def sample(
         ),
     ] = InverseChoice.auto,
     output: Output = None,
+    force: Force = False,
     seed: Seed = 0,
     device: Device = "auto",
     debug: Debug = False,
 ) -> None:
     """Draw samples into a file: .png for images, .csv or .npy for any data."""
+    if output:
+        check_output(output, SAMPLE_ENDINGS, force, files_of(run))
     trained = Trained.open(run, resolve_device(device))
-    checkpoint = trained.checkpoint
-    image = is_image(checkpoint.shape, checkpoint.levels)
-    output = output or free_path(Path("samples.png" if image else "samples.csv"))
-    write_samples(output, trained.sample(n, inverse.value, seed), checkpoint.levels, checkpoint.columns)
-    OUT.print(f"wrote {n} samples to {output}\nused the {trained.flow.inverse_used}")
+    shape, levels, columns = trained.checkpoint.shape, trained.checkpoint.levels, trained.checkpoint.columns
+    endings = sample_endings(shape, levels)
+    if output:
+        expect_not_input(output, data_of(trained))
+        expect_ending(output, endings)
+    else:
+        output = free_path(Path(f"samples{endings[0]}"))
+    expect_room(output, n, shape, levels)
+    write_samples(output, trained.sample_batches(n, inverse.value, seed), n, shape, levels, columns)
+    out = ERR if is_stream(output) else OUT
+    out.print(f"wrote {n} samples to {output}\nused the {trained.flow.inverse_used}")

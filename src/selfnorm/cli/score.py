@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 import sys
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated
 
 import typer
 
 from selfnorm.cli.application import command
-from selfnorm.cli.console import OUT, print_json
-from selfnorm.cli.options import Debug, Device, Json, Output, RunPath, Seed, resolve_device
-from selfnorm.runtime.files import replacing
+from selfnorm.cli.console import ERR, OUT, print_json
+from selfnorm.cli.options import Debug, Device, Force, Json, Output, RunPath, Seed, resolve_device
+from selfnorm.cli.outputs import check_output, data_of, expect_not_input, files_of
+from selfnorm.runtime.files import is_stream
+from selfnorm.train.score_files import SCORE_ENDINGS, expect_score_format, scores_csv, write_scores
 from selfnorm.train.trained import Trained
 
 
@@ -21,33 +22,33 @@ def score(
     run: RunPath,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Data with the same columns or image size as the run's.")],
     output: Output = None,
+    force: Force = False,
     samples: Annotated[int, typer.Option(min=1, help="Dequantisation samples, for images.")] = 1,
     seed: Seed = 0,
     device: Device = "auto",
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Compute the exact log-likelihood of each row, to find outliers.
+    """Compute the exact log-likelihood of each row, to find outliers. `-o` writes .csv, .npy or .parquet.
 
     Rank 1 is the least likely row of the file. Percentile is the percentage of training data that is less likely than the row.
     """
     if not file.exists():
         raise ValueError(f"{file}: expected a file or a folder of images, got a path that does not exist")
     if json and output:
-        raise ValueError("--json: expected no -o with it, got both; JSON goes to stdout, -o writes CSV")
-    rows = Trained.open(run, resolve_device(device)).score(file, samples, seed).rows()
+        raise ValueError("--json: expected no -o with it, got both; JSON goes to stdout, -o writes a file")
+    if output:
+        check_output(output, SCORE_ENDINGS, force, [file, *files_of(run)])
+        expect_score_format(output)
+    trained = Trained.open(run, resolve_device(device))
+    if output:
+        expect_not_input(output, data_of(trained))
+    rows = trained.score(file, samples, seed).rows()
     if json:
         for row in rows:
             print_json(row)
     elif output is None:
-        _write_csv(sys.stdout, rows)
+        sys.stdout.write(scores_csv(rows))
     else:
-        with replacing(output) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
-            _write_csv(stream, rows)
-        OUT.print(f"wrote {len(rows)} rows to {output}")
-
-
-def _write_csv(stream: TextIO, rows: list[dict[str, Any]]) -> None:
-    writer = csv.DictWriter(stream, rows[0].keys(), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+        write_scores(output, rows)
+        (ERR if is_stream(output) else OUT).print(f"wrote {len(rows)} rows to {output}")

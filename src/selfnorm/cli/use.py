@@ -14,6 +14,7 @@ from selfnorm.cli.options import (
     DataDir,
     Debug,
     Device,
+    Force,
     Json,
     Output,
     PartChoice,
@@ -22,7 +23,9 @@ from selfnorm.cli.options import (
     absolute_folder,
     resolve_device,
 )
+from selfnorm.cli.outputs import check_output, data_of, files_of
 from selfnorm.evaluate.health import repair
+from selfnorm.runtime.files import remove_leftovers
 from selfnorm.train.checkpoint import save_checkpoint
 from selfnorm.train.experiments import RECIPES, find_recipe
 from selfnorm.train.recipe import Recipe
@@ -87,6 +90,7 @@ def doctor(
     run: RunPath,
     repair_inverses: Annotated[bool, typer.Option("--repair", help="Also write a checkpoint with repaired inverses.")] = False,
     output: Output = None,
+    force: Force = False,
     examples: Annotated[int, typer.Option(min=2, help="Number of training examples to use.")] = 200,
     data: DataDir = None,
     device: Device = "auto",
@@ -98,17 +102,24 @@ def doctor(
     `--repair` also writes a new checkpoint, repaired.safetensors next to the old one or the file given by `-o`. It computes exact
     inverses for linear layers and 1×1 kernels, and least-squares ones for larger kernels where that improves on the learned one.
     """
+    if output and not repair_inverses:
+        raise ValueError(f"-o: expected --repair with it, got only {output}; without --repair no file is written")
+    if output:
+        check_output(output, (".safetensors",), force, files_of(run))
     trained = Trained.open(run, resolve_device(device))
+    if repair_inverses:
+        output = output or trained.path.with_name("repaired.safetensors")
+        check_output(output, (".safetensors",), force, [*files_of(run), *data_of(trained)])
     train = trained.examples("train", absolute_folder(data))
     x = train.random_examples(examples, seed=0)
     print_health(trained.health(x, train), json)
-    if not repair_inverses:
+    if output is None:
         return
     repaired = repair(trained.flow, x)
     if not repaired:
         ERR.print("nothing to repair; no file was written")
         return
-    output = output or trained.path.with_name("repaired.safetensors")
+    remove_leftovers(output)
     tensors = {f"loss.flow.{name}": value for name, value in trained.flow.state_dict().items()}
     tensors |= {f"loss.penalty.{name}": value for name, value in trained.checkpoint.part("loss.penalty.").items()}
     save_checkpoint(output, replace(trained.checkpoint, tensors=tensors))

@@ -55,10 +55,22 @@ def sample_sheet(path: str | Path, data: Tensor, samples: Mapping[str, Tensor], 
 
 def image_grid(path: str | Path, images: Tensor, levels: int) -> None:
     """Draws images (n, C, H, W) with values in [0, levels) in a near-square grid, not enlarged, with white lines between them."""
+    write_png(path, image_grid_bytes(images, levels))
+
+
+def image_grid_bytes(images: Tensor, levels: int) -> bytes:
+    """Returns the file that `image_grid` writes."""
     from PIL import Image
 
     grid = _tiled(_displayed_pixels("image_grid", images, levels))
-    write_png(path, png_bytes(Image.fromarray(grid[:, :, 0] if grid.shape[2] == 1 else grid)))
+    return png_bytes(Image.fromarray(grid[:, :, 0] if grid.shape[2] == 1 else grid))
+
+
+def grid_pixels(n: int, height: int, width: int) -> int:
+    """Returns the number of pixels of the picture that `image_grid` draws of n images."""
+    columns = _grid_columns(n)
+    rows = -(-n // columns)  # without a float, which would round large numbers
+    return (rows * (height + IMAGE_GAP) - IMAGE_GAP) * (columns * (width + IMAGE_GAP) - IMAGE_GAP)
 
 
 def sample_scatter(path: str | Path, data: Tensor, samples: Mapping[str, Tensor], columns: Sequence[str] | None = None) -> None:

@@ -1,17 +1,28 @@
-"""Atomic writes: a reader finds the old file or the complete new one, never a part."""
+"""Atomic writes: a reader finds the old file or the complete new one, never a part. Streams are written directly."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import re
 import secrets
+import stat
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+try:
+    import fcntl
+except ImportError:  # Windows has no such module; temporary files are not locked there, and leftovers stay
+    fcntl = None  # type: ignore[assignment]
+
 os.umask(_UMASK := os.umask(0o077))  # the umask can only be read by setting it
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DESCRIPTORS = {"/dev/stdout": 1, "/dev/stderr": 2}
 
 
 def temporary_pattern(path: Path) -> str:
@@ -21,28 +32,126 @@ def temporary_pattern(path: Path) -> str:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path in the same folder to write to, then moves it to `path`; removes it if the block raises."""
+    """Yields a temporary path in the same folder to write to, then moves it to `path`; removes it if the block raises.
+
+    The temporary file is there already, empty, and locked until the end, so that `remove_leftovers` can tell it from one that a
+    killed process left.
+    """
     if not path.parent.is_dir():
         raise OSError(f"{path}: expected a folder to write it to, got none at {path.parent}")
     path = path.resolve()  # so that a symbolic link stays one
     if path.exists() and not path.is_file():  # otherwise a device such as /dev/stdout would be replaced by a file
         raise OSError(f"{path}: expected a regular file or no file yet, got something else")
-    temporary = path.with_name(temporary_pattern(path).replace("*", secrets.token_hex(4)))
+    temporary, lock = _locked_temporary(path)
     try:
-        yield temporary
-        with temporary.open("rb+") as written:
-            os.fsync(written.fileno())  # otherwise a power cut could leave the new name without its content
-        temporary.chmod(0o666 & ~_UMASK)  # some writers create files that only their owner can read
-        temporary.replace(path)
+        with _naming_full_disk(path):
+            yield temporary
+            with temporary.open("rb+") as written:
+                os.fsync(written.fileno())  # otherwise a power cut could leave the new name without its content
+            temporary.chmod(0o666 & ~_UMASK)  # some writers create files that only their owner can read
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+        if lock is not None:
+            os.close(lock)
 
 
 @contextmanager
 def replacing_file(path: Path) -> Iterator[BinaryIO]:
     """Context manager like `replacing` that yields the temporary file, opened for writing bytes."""
-    with replacing(path) as temporary, temporary.open("xb") as file:
+    with replacing(path) as temporary, temporary.open("wb") as file:
         yield file
+
+
+@contextmanager
+def written_output(path: Path) -> Iterator[BinaryIO]:
+    """Yields an open file for the bytes of a path that a user named: a stream is written directly, a file replaced at the end.
+
+    Removes what killed processes left while they wrote the same file.
+    """
+    if not is_stream(path):
+        remove_leftovers(path)
+        with replacing_file(path) as file:
+            yield file
+        return
+    with _naming_full_disk(path), open(_stream_descriptor(path), "wb") as stream:
+        yield stream
+
+
+def is_stream(path: Path) -> bool:
+    """Returns whether a path is standard output, a pipe, or a device, which is written to rather than replaced."""
+    if str(path) in _DESCRIPTORS or path.parent == Path("/dev/fd"):
+        return True
+    with suppress(OSError):
+        mode = path.stat().st_mode
+        return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+    return False
+
+
+def remove_leftovers(path: Path) -> None:
+    """Removes temporary files that killed processes left while they wrote `path`. Those of running processes are locked, and stay."""
+    if fcntl is None:
+        return
+    path = path.resolve()
+    name = re.compile(re.escape(f".{path.stem}.") + "[0-9a-f]{8}" + re.escape(f".part{path.suffix}"))
+    try:
+        found = [each for each in os.listdir(path.parent) if name.fullmatch(each)]  # noqa: PTH208  (faster in a large folder)
+    except OSError:
+        return
+    for each in found:
+        with suppress(OSError):
+            descriptor = os.open(path.with_name(each), os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.with_name(each).unlink()
+            finally:
+                os.close(descriptor)
+
+
+def _locked_temporary(path: Path) -> tuple[Path, int | None]:
+    """Returns a new temporary file for `path`, and the descriptor that holds its lock until it is closed."""
+    while True:
+        temporary = path.with_name(temporary_pattern(path).replace("*", secrets.token_hex(4)))
+        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        if fcntl is None:
+            os.close(descriptor)
+            return temporary, None
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:  # else another process took it for a leftover before it was locked
+            return temporary, descriptor
+        os.close(descriptor)
+
+
+def _stream_descriptor(path: Path) -> int:
+    """Returns a new descriptor of a stream; raises OSError for a pipe that nobody reads, for which opening would wait."""
+    number = _DESCRIPTORS.get(str(path), path.name if path.parent == Path("/dev/fd") else "")
+    if isinstance(number, int) or number.isdigit():  # opening it by name would start at the beginning of a file again
+        for text in (sys.stdout, sys.stderr):
+            text.flush()
+        return os.dup(int(number))
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise OSError(f"{path}: expected a pipe that a program reads, got none; start its reader first") from None
+        raise
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+@contextmanager
+def _naming_full_disk(path: Path) -> Iterator[None]:
+    """Adds the file's name, and how to go on, to the errors of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL and "(os error 28)" not in str(error):  # the latter from a library written in Rust
+            raise
+        what = "No space left on device" if error.errno is None else os.strerror(error.errno)
+        raise OSError(
+            f"{path}: expected room to write it, got {what!r}; free some and repeat the command, or choose another place"
+        ) from None
 
 
 def json_text(value: Any, indent: int | None = None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,12 +87,19 @@ class Trained:
 
     def sample(self, n: int, inverse: Inverse, seed: int) -> Tensor:
         """Returns n samples on the CPU, drawn in batches."""
+        return torch.cat(list(self.sample_batches(n, inverse, seed)))
+
+    def sample_batches(self, n: int, inverse: Inverse, seed: int) -> Iterator[Tensor]:
+        """Yields the batches of `sample`, each when it is asked for, so that any number can be written to a file."""
         generator = generator_for(self.device, seed, "sample")
         size = self.checkpoint.recipe.evaluation.batch_size
         with evaluating(self.flow), cpu_threads(self.checkpoint.recipe.optimiser.threads):
             sampler = Sampler(self.flow, size, inverse, generator)
-            batches = [sampler().cpu() for _ in range(n // size)]
-            return torch.cat([*batches, self.flow.sample(n % size, inverse, generator).cpu()])
+            done = 0
+            while done + size <= n:  # a range could not count beyond 2**63
+                yield sampler().cpu()
+                done += size
+            yield self.flow.sample(n - done, inverse, generator).cpu()
 
     def score(self, file: Path, samples: int = 1, seed: int = 0) -> Scores:
         """Returns the exact log-likelihood of each row of a file, and its rank among the training data's."""

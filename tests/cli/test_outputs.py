@@ -1,0 +1,149 @@
+"""What the verbs write, and what they never replace."""
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from selfnorm.cli.outputs import own_files
+from support.commandline import digest, fails, invoke, numbers, ok, read_csv, write_csv
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
+
+@pytest.fixture
+def a_run(table_run, tmp_path):
+    """A copy of a run, and its training data."""
+    shutil.copytree(table_run[0], tmp_path / "run")
+    return tmp_path / "run", table_run[1]
+
+
+def test_an_existing_file_is_replaced_only_by_force(a_run, tmp_path):
+    run, data = a_run
+    old, repaired = tmp_path / "old.csv", run / "repaired.safetensors"
+    for path in (old, repaired, tmp_path / "mended.safetensors"):
+        path.write_text("mine")
+    for args in (
+        ("score", run, data, "-o", old),
+        ("sample", run, "-o", old),
+        ("doctor", run, "--repair"),
+        ("doctor", run, "--repair", "-o", tmp_path / "mended.safetensors"),
+    ):
+        before = digest(tmp_path)
+        message = fails(*args)
+        assert "got one that exists" in message and "--force" in message
+        assert digest(tmp_path) == before
+        ok(*args, "--force")
+        assert digest(tmp_path) != before
+
+
+def test_what_is_read_is_never_replaced(a_run, tmp_path):
+    run, data = a_run
+    new = write_csv(tmp_path / "new.csv", numbers(5, 3))
+    link, hard = tmp_path / "link.csv", tmp_path / "hard.csv"
+    link.symlink_to(new)
+    os.link(data, hard)
+    before, measured = digest(tmp_path), data.read_bytes()
+    for args in (
+        ("score", run, new, "-o", new),
+        ("score", run, new, "-o", link),
+        ("score", run, link, "-o", new),
+        ("score", run, new, "-o", data),
+        ("score", run, new, "-o", hard),
+        ("sample", run, "-o", data),
+        ("sample", run, "-o", hard),
+        ("sample", run, "-o", tmp_path / "run" / ".." / "hard.csv"),
+    ):
+        message = fails(*args, "--force")
+        assert "stays as it is" in message and "--force" not in message
+    assert digest(tmp_path) == before and data.read_bytes() == measured
+
+
+def test_the_files_of_a_run_are_never_replaced(a_run, digits_run, tmp_path):
+    run, data = a_run
+    other = tmp_path / "other"
+    shutil.copytree(digits_run[0], other)
+    outside = tmp_path / "outside.safetensors"
+    outside.symlink_to(other / "last.safetensors")
+    linked = tmp_path / "linked.npy"
+    os.link(run / "training_scores.npy", linked)
+    before = digest(tmp_path)
+    for args in (
+        ("score", run, data, "-o", run / "training_scores.npy"),
+        ("score", run, data, "-o", other / "training_scores.npy"),
+        ("score", run, data, "-o", linked),
+        ("sample", digits_run[0], "-o", other / "samples.png"),
+        ("doctor", other, "--repair", "-o", other / "last.safetensors"),
+        ("doctor", other / "best.safetensors", "--repair", "-o", outside),
+        ("doctor", run, "--repair", "-o", other / "best.safetensors"),
+    ):
+        assert "stays as it is" in fails(*args, "--force")
+    assert digest(tmp_path) == before
+    (other / "curves.png").unlink()  # its name is still the run's
+    assert "stays as it is" in fails("sample", digits_run[0], "-o", other / "curves.png")
+    assert {path.name for path in own_files(other)} >= {path.name for path in other.iterdir()}
+
+
+def test_images_of_the_training_data_are_never_replaced(tmp_path):
+    from PIL import Image
+
+    for index, image in enumerate(np.random.default_rng(0).integers(0, 256, (12, 4, 4), np.uint8)):
+        (tmp_path / "images" / f"{index % 2}").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(tmp_path / "images" / f"{index % 2}" / f"{index}.png")
+    ok("fit", tmp_path / "images", "--set", "epochs=1", "--run", tmp_path / "run", "-q")
+    before = digest(tmp_path / "images")
+    for name in ("0/0.png", "new.png"):  # a new image would change the data
+        assert "stays as it is" in fails("sample", tmp_path / "run", "-o", tmp_path / "images" / name, "--force")
+    assert digest(tmp_path / "images") == before
+    ok("score", tmp_path / "run", tmp_path / "images", "-o", tmp_path / "images" / "scores.csv")
+
+
+def test_scores_are_written_as_the_name_says(table_run, tmp_path):
+    run, data = table_run
+    rows = read_csv(ok("score", run, data))
+    for ending in ("npy", "parquet", "csv"):
+        ok("score", run, data, "-o", tmp_path / f"scores.{ending}")
+    parquet = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "scores.parquet").to_pydict()
+    array = np.load(tmp_path / "scores.npy", allow_pickle=False)
+    assert list(parquet) == list(array.dtype.names) == list(rows[0])
+    for name in rows[0]:
+        assert parquet[name] == array[name].tolist() == [float(row[name]) for row in rows]
+    for name in ("scores.json", "scores", "scores.xlsx"):
+        assert "expected a name that ends in .csv, .npy, .parquet" in fails("score", run, data, "-o", tmp_path / name)
+        assert not (tmp_path / name).exists()
+
+
+def test_wrong_names_are_refused_before_any_work(table_run, tmp_path, monkeypatch):
+    def never(*args):
+        raise AssertionError("opened")
+
+    monkeypatch.setattr("selfnorm.train.trained.Trained.open", never)
+    (tmp_path / "old.csv").touch()
+    run, data = table_run
+    for name in ("a.txt", "nowhere/a.csv", "old.csv"):
+        fails("score", run, data, "-o", tmp_path / name)
+        fails("sample", run, "-o", tmp_path / name)
+    assert "expected --repair" in fails("doctor", run, "-o", tmp_path / "x.safetensors")
+
+
+def test_streams_are_written_directly(table_run, tmp_path):
+    run, data = table_run
+    expected = ok("score", run, data)
+    pipe = tmp_path / "pipe.csv"
+    os.mkfifo(pipe)
+    assert "a pipe that a program reads" in fails("score", run, data, "-o", pipe)  # and does not wait for one
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    result = invoke("score", run, data, "-o", pipe)
+    assert result.exit_code == 0 and result.stdout == "" and "wrote 200 rows" in result.stderr
+    assert os.read(reader, 1 << 20).decode() == expected and pipe.is_fifo()
+    os.close(reader)
+    ok("score", run, data, "-o", os.devnull)
+
+
+def test_standard_output_is_not_a_file_that_exists(table_run, tmp_path, capfd):
+    run, data = table_run
+    expected = ok("score", run, data)
+    capfd.readouterr()
+    assert invoke("score", run, data, "-o", "/dev/stdout").exit_code == 0  # here redirected to a regular file
+    assert capfd.readouterr().out == expected
