@@ -89,7 +89,7 @@ def is_stream(path: Path) -> bool:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Removes temporary files that killed processes left while they wrote `path`. Those of running processes are locked, and stay."""
+    """Removes the temporary files that killed processes left while they wrote `path`; those of running ones are locked, and stay."""
     if fcntl is None:
         return
     path = path.resolve()

@@ -31,9 +31,12 @@ def write_scores(path: Path, rows: Sequence[dict[str, Any]]) -> None:
             arrow = require_module("pyarrow", str(path), "selfnorm[parquet]")
             require_module("pyarrow.parquet", str(path), "selfnorm[parquet]").write_table(arrow.table(columns), file)
         elif suffix == ".npy":
-            arrays = [np.array(values) for values in columns.values()]
+            arrays = {name: np.array(values) for name, values in columns.items()}
+            table = np.empty(len(rows), [(name, values.dtype) for name, values in arrays.items()])
+            for name, values in arrays.items():
+                table[name] = values
             buffer = io.BytesIO()  # np.save cannot write to a pipe
-            np.save(buffer, np.rec.fromarrays(arrays, names=list(columns)).view(np.ndarray), allow_pickle=False)
+            np.save(buffer, table, allow_pickle=False)
             file.write(buffer.getbuffer())
         else:
             file.write(scores_csv(rows).encode())
