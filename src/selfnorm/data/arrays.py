@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selfnorm.data.images import IMAGE_SUFFIXES, read_images
+from selfnorm.data.numpy_files import read_numpy
 from selfnorm.data.tables import read_csv, read_parquet
 
 IMAGE_CHANNELS = (1, 3, 4)
@@ -31,7 +30,7 @@ def read_examples(path: str | Path) -> tuple[Tensor, tuple[str, ...]]:
     if path.is_dir() or suffix in IMAGE_SUFFIXES:
         return torch.from_numpy(read_images(path)), ()
     if suffix in (".npy", ".npz"):
-        return _examples(str(path), _read_numpy(path)), ()
+        return _examples(str(path), read_numpy(path)), ()
     if suffix in (".csv", ".tsv", ".parquet"):
         values, columns = read_parquet(path) if suffix == ".parquet" else read_csv(path)
         twice = sorted({name for name in columns if columns.count(name) > 1})
@@ -43,28 +42,8 @@ def read_examples(path: str | Path) -> tuple[Tensor, tuple[str, ...]]:
     raise ValueError(f"{path}: expected .npy, .npz, .csv, .tsv, .parquet, or a folder of images, got {suffix or 'no ending'}")
 
 
-def _read_numpy(path: Path) -> NDArray[np.generic]:
-    try:
-        with path.open("rb") as file:
-            loaded = np.load(file, allow_pickle=False)
-            if isinstance(loaded, np.ndarray):
-                return loaded
-            keys = list(loaded)
-            key = next((key for key in ("data", "x") if key in keys), keys[0] if len(keys) == 1 else None)
-            if key is not None:
-                return np.asarray(loaded[key])
-    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(
-            f"{path}: expected an array of numbers, got a file that cannot be read as one ({error}); pickled objects are never "
-            "loaded because they can run code: save numbers with np.save"
-        ) from error
-    raise ValueError(f'{path}: expected one array, or one named "data" or "x", got {", ".join(keys) or "none"}')
-
-
 def _examples(who: str, array: NDArray[np.generic]) -> Tensor:
     """Returns the array as examples: uint8 images if it is uint8 with three or four axes, else float32."""
-    if array.dtype.kind not in "biuf":
-        raise ValueError(f"{who}: expected numbers, integer or real, got an array of {array.dtype}")
     if array.ndim == 0 or array.size == 0:
         raise ValueError(f"{who}: expected at least one example, as an array of shape (N, …), got shape {array.shape}")
     if array.ndim < 3 or array.dtype.kind == "f":
