@@ -17,6 +17,8 @@ import typer
 import selfnorm
 from selfnorm.cli.console import ERR, OUT
 from selfnorm.runtime.checks import one_line
+from selfnorm.runtime.files import naming_full_disk
+from selfnorm.runtime.signals import TerminatedError, signals_raise
 from selfnorm.train.stopping import USER_ERRORS, DivergedError, StoppedError
 
 # Put large tensors in large pages, where Linux lets programs ask for them: the gradients of large weights are new memory at each
@@ -50,9 +52,11 @@ def command(name: str, *examples: str, group: typer.Typer = app) -> Callable[[Ca
                 if isinstance(stream, io.TextIOWrapper):
                     stream.reconfigure(errors="replace")  # prints ? for ± or λ if the terminal lacks them
             try:
-                with warnings.catch_warnings():
+                with signals_raise(), warnings.catch_warnings():
                     warnings.showwarning = _show_warning
                     verb(*args, debug=debug, **options)
+                    with naming_full_disk("standard output"):
+                        sys.stdout.flush()  # not at exit, where an error could no longer be told
             except (typer.Exit, typer.Abort):
                 raise
             except StoppedError as error:
@@ -61,6 +65,9 @@ def command(name: str, *examples: str, group: typer.Typer = app) -> Callable[[Ca
             except KeyboardInterrupt:
                 ERR.print("selfnorm: stopped")
                 raise typer.Exit(130) from None
+            except TerminatedError:
+                ERR.print("selfnorm: stopped by SIGTERM")
+                raise typer.Exit(143) from None
             except (BrokenPipeError, SystemExit):  # the reader of our output has left, as `| head` does; rich raises SystemExit
                 sys.stderr.close()
                 raise typer.Exit(0) from None

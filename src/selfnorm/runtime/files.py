@@ -44,7 +44,7 @@ def replacing(path: Path) -> Iterator[Path]:
         raise OSError(f"{path}: expected a regular file or no file yet, got something else")
     temporary, lock = _locked_temporary(path)
     try:
-        with _naming_full_disk(named):
+        with naming_full_disk(named):
             yield temporary
             with temporary.open("rb+") as written:
                 os.fsync(written.fileno())  # otherwise a power cut could leave the new name without its content
@@ -74,7 +74,7 @@ def written_output(path: Path) -> Iterator[BinaryIO]:
         with replacing_file(path) as file:
             yield file
         return
-    with _naming_full_disk(path), open(_stream_descriptor(path), "wb") as stream:
+    with naming_full_disk(path), open(_stream_descriptor(path), "wb") as stream:
         yield stream
 
 
@@ -141,7 +141,7 @@ def _stream_descriptor(path: Path) -> int:
 
 
 @contextmanager
-def _naming_full_disk(path: Path) -> Iterator[None]:
+def naming_full_disk(path: Path | str) -> Iterator[None]:
     """Adds the file's name, and how to go on, to the errors of a full disk."""
     try:
         yield

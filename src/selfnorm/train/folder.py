@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from selfnorm.runtime.files import json_text, temporary_pattern, write_text
+from selfnorm.runtime.files import json_text, naming_full_disk, temporary_pattern, write_text
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.settings import from_toml, to_toml
 
@@ -85,8 +85,9 @@ class RunFolder:
         """Appends a record to the metrics and returns the length of the file afterwards."""
         if self._log is None:
             self._log = self.metrics.open("a", encoding="utf-8")
-        self._log.write(json_text(record) + "\n")
-        self._log.flush()
+        with naming_full_disk(self.metrics):
+            self._log.write(json_text(record) + "\n")
+            self._log.flush()
         return self._log.tell()
 
     def close_log(self) -> None:
