@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 import selfnorm
 from selfnorm.cli.console import ERR, OUT
@@ -25,7 +26,28 @@ from selfnorm.train.stopping import USER_ERRORS, DivergedError, StoppedError
 # step, which the kernel otherwise hands out page by page. torch reads this at its first allocation.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
+
+class FlagsWithoutType:
+    """Part of a command whose help shows a flag by its names alone, without the type <bool>."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class FlaggedCommand(FlagsWithoutType, TyperCommand):
+    """A verb."""
+
+
+class FlaggedGroup(FlagsWithoutType, TyperGroup):
+    """A group of verbs."""
+
+
 app = typer.Typer(
+    cls=FlaggedGroup,
     help="Train, evaluate, sample and score with self normalizing flows, which learn their own inverse.",
     no_args_is_help=True,
     add_completion=False,
@@ -81,7 +103,7 @@ def command(name: str, *examples: str, group: typer.Typer = app) -> Callable[[Ca
                 raise typer.Exit(3 if isinstance(error, DivergedError) else 1) from None
 
         epilog = "Examples:\n\n" + "\n\n".join(f"`{example}`" for example in examples)
-        group.command(name, epilog=epilog)(guarded)
+        group.command(name, cls=FlaggedCommand, epilog=epilog)(guarded)
         return guarded
 
     return register

@@ -16,7 +16,7 @@ from selfnorm.bench.steps_table import steps_table
 from selfnorm.bench.table import BenchTable
 from selfnorm.bench.timing import Effort, Timing
 from selfnorm.bench.workloads import MODELS, choose, default_models
-from selfnorm.cli.application import app, command
+from selfnorm.cli.application import FlaggedGroup, app, command
 from selfnorm.cli.bench_output import ScreenTable, deliver, output_files, show_measurements
 from selfnorm.cli.options import Debug, Device, Force, PrecisionChoice, Quiet, resolve_device
 from selfnorm.report import timings
@@ -24,6 +24,7 @@ from selfnorm.report.timings import Bar
 from selfnorm.runtime.precision import precision as using_precision
 
 bench = typer.Typer(
+    cls=FlaggedGroup,
     help="Measure training steps, sampling, how layers scale, and other libraries.",
     epilog="Examples:\n\n`selfnorm bench steps --quick --models 'digits-*'`\n\n`selfnorm bench scaling --quick --largest 512`\n\n"
     "`selfnorm bench peers --json peers.json`",

@@ -102,11 +102,10 @@ def _read_array(path: Path, file: IO[bytes], length: int) -> NDArray[np.generic]
         room = array.reshape(-1).view(np.uint8).data
         done = 0
         while done < size:
-            chunk = file.read(min(CHUNK, size - done))
-            if not chunk:
+            read = file.readinto(room[done : done + CHUNK])  # type: ignore[attr-defined]  # every binary reader has it
+            if not read:
                 raise EOFError(f"{done:,} bytes of values instead of {size:,}")
-            room[done : done + len(chunk)] = chunk
-            done += len(chunk)
+            done += read
         file.read(1)  # an archive checks its checksum at the end
     return array.T if by_column else array
 
