@@ -13,7 +13,11 @@ CHOICES = {
     "fc_flow": (fc_flow, LINEAR, lambda kind: fc_flow(4, linear=kind)),
     "conv_flow": (conv_flow, CONV, lambda kind: conv_flow((1, 8, 8), conv=kind)),
     "glow": (glow, MIX, lambda kind: glow((1, 8, 8), mix=kind)),
-    "estimator": (SelfNormDensity, LINEAR, lambda kind: SelfNormDensity(kind=kind).fit(np.random.default_rng(0).normal(size=(9, 3)))),
+    "estimator": (
+        SelfNormDensity,
+        LINEAR,
+        lambda kind: SelfNormDensity(kind=kind).fit(np.random.default_rng(0).normal(size=(9, 3))),
+    ),
     "recipe": (None, LINEAR, lambda kind: find_recipe("digits-fc-snf").changed(kind=kind)),
 }
 

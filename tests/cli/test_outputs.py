@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from selfnorm.cli.outputs import own_files
 from selfnorm.data.batches import generator_for
 from selfnorm.evaluate.likelihood import evaluating
+from selfnorm.train.folder import RunFolder
 from selfnorm.train.sample_files import write_samples
 from selfnorm.train.trained import Trained
 from support.commandline import digest, fails, invoke, numbers, ok, read_csv, write_csv
@@ -87,7 +87,7 @@ def test_the_files_of_a_run_are_never_replaced(a_run, digits_run, tmp_path):
     assert digest(tmp_path) == before
     (other / "curves.png").unlink()  # its name is still the run's
     assert "stays as it is" in fails("sample", digits_run[0], "-o", other / "curves.png")
-    assert {path.name for path in own_files(other)} >= {path.name for path in other.iterdir()}
+    assert {path.name for path in RunFolder(other).own_files()} >= {path.name for path in other.iterdir()}
 
 
 def test_images_of_the_training_data_are_never_replaced(tmp_path):

@@ -4,6 +4,7 @@ import gzip
 import io
 import os
 import pickle
+import shutil
 import struct
 import zipfile
 
@@ -235,3 +236,14 @@ class Trap:
 
     def __reduce__(self):
         return open, (str(self.marker), "w")
+
+
+@pytest.mark.parametrize("name", ["training_scores.npy", "metrics.jsonl", ".lock", "result.json", "curves.png"])
+def test_pipes_in_a_run_are_refused_without_waiting(table_run, tmp_path, name):
+    run, data = tmp_path / "run", table_run[1]
+    shutil.copytree(table_run[0], run)
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    message = f"{name}: expected a regular file, got a named pipe"
+    assert message in fails("train", "--resume", run, "-q")
+    assert message in fails("score", run, data)
