@@ -9,6 +9,7 @@ from selfnorm import SelfNormDensity
 from selfnorm.models import CONV, LINEAR, MIX, conv_flow, fc_flow, glow
 from selfnorm.train.experiments import find_recipe
 
+ROWS = np.random.default_rng(0).normal(size=(9, 3))
 CHOICES = {
     "fc_flow": (fc_flow, LINEAR, lambda kind: fc_flow(4, linear=kind)),
     "conv_flow": (conv_flow, CONV, lambda kind: conv_flow((1, 8, 8), conv=kind)),
