@@ -58,6 +58,7 @@ def sample(
     else:
         output = free_path(Path(f"samples{endings[0]}"))
     expect_room(output, n, shape, levels)
-    write_samples(output, trained.sample_batches(n, inverse.value, seed), n, shape, levels, columns)
+    batches = trained.sample_batches(n, inverse.value, seed)
+    write_samples(output, batches, n, shape, levels, columns, is_new=not force)
     out = ERR if is_stream(output) else OUT
     out.print(f"wrote {n} samples to {output}\nused the {trained.flow.inverse_used}")

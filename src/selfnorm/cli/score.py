@@ -51,5 +51,5 @@ def score(
         with naming_full_disk("standard output"):
             sys.stdout.write(scores_csv(rows))
     else:
-        write_scores(output, rows)
+        write_scores(output, rows, is_new=not force)
         (ERR if is_stream(output) else OUT).print(f"wrote {len(rows)} rows to {output}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec
 
 import numpy as np
 
@@ -15,6 +17,25 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_SHEET_BYTES = 200_000
+Arguments = ParamSpec("Arguments")
+
+
+def without_latex(draw: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """Decorator that keeps matplotlib from starting LaTeX, even if a matplotlibrc in the working folder asks for it."""
+
+    @wraps(draw)
+    def drawn(*args: Arguments.args, **options: Arguments.kwargs) -> None:
+        from matplotlib import rc_context
+
+        with rc_context({"text.usetex": False}):
+            draw(*args, **options)
+
+    return drawn
+
+
+def literal(text: str) -> str:
+    """Returns text that matplotlib shows as it is; between dollar signs it would expect a formula, and refuse an invalid one."""
+    return text.replace("$", r"\$")
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selfnorm.report.canvas import new_figure, png_bytes, rendered, sheet_bytes, write_png
+from selfnorm.report.canvas import literal, new_figure, png_bytes, rendered, sheet_bytes, without_latex, write_png
 from selfnorm.runtime.checks import expect_finite, positive_int
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ IMAGE_GAP = 2  # pixels between images
 COLOURS = ("0.45", "tab:blue", "tab:orange", "tab:green")  # of the data, and of each kind of samples
 
 
+@without_latex
 def sample_sheet(path: str | Path, data: Tensor, samples: Mapping[str, Tensor], levels: int) -> None:
     """Draws data and samples side by side, each kind of samples under its title: up to 64 of (n, C, H, W) each.
 
@@ -73,6 +74,7 @@ def grid_pixels(n: int, height: int, width: int) -> int:
     return (rows * (height + IMAGE_GAP) - IMAGE_GAP) * (columns * (width + IMAGE_GAP) - IMAGE_GAP)
 
 
+@without_latex
 def sample_scatter(path: str | Path, data: Tensor, samples: Mapping[str, Tensor], columns: Sequence[str] | None = None) -> None:
     """Draws a table (n, D) and kinds of samples under their titles: scatter plots if D = 2, else histograms of 6 columns at most.
 
@@ -82,7 +84,7 @@ def sample_scatter(path: str | Path, data: Tensor, samples: Mapping[str, Tensor]
     tables = {"data": data, **samples}
     values = {title: _table(title, table, data) for title, table in tables.items()}
     width = data.shape[1]
-    names = [f"column {index}" for index in range(width)] if columns is None else list(columns)
+    names = [f"column {index}" for index in range(width)] if columns is None else [literal(name) for name in columns]
     if len(names) != width:
         raise ValueError(f"sample_scatter: expected a name for each of the {width} columns, got {len(names)}: {names}")
     limits = [_limits(values["data"][:, index]) for index in range(min(width, 6))]
@@ -110,6 +112,7 @@ def sample_scatter(path: str | Path, data: Tensor, samples: Mapping[str, Tensor]
     write_png(path, png_bytes(rendered(figure)))
 
 
+@without_latex
 def run_curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Sequence[str] = (), *, exact: bool = False) -> None:
     """Draws the metrics of a run: validation NLL, training loss, the errors of each layer's inverse, and λ if it varies.
 
@@ -178,6 +181,7 @@ def run_curves(path: str | Path, records: Sequence[Mapping[str, Any]], names: Se
     write_png(path, png_bytes(rendered(figure)))
 
 
+@without_latex
 def comparison_curves(path: str | Path, title: str, lines: Mapping[str, Sequence[Sequence[tuple[float, float | None]]]]) -> None:
     """Draws exact validation NLL against seconds of training. Each label has one or several runs, each a list of (seconds, NLL).
 
@@ -197,7 +201,7 @@ def comparison_curves(path: str | Path, title: str, lines: Mapping[str, Sequence
         mean = np.mean([array[:, :shared] for array in arrays], axis=0)
         ax.plot(
             *mean,
-            label=label,
+            label=literal(label),
             color=color,
             linestyle=linestyle,
             linewidth=1.4,
@@ -220,7 +224,7 @@ def comparison_curves(path: str | Path, title: str, lines: Mapping[str, Sequence
         values = np.asarray(line.get_ydata(), dtype=float)
         if not str(line.get_label()).startswith("_") and not (values <= top).any():
             line.set_label(f"{line.get_label()}, above the plot")
-    ax.set(title=title, xlabel="seconds of training", ylabel="exact validation NLL, nats")
+    ax.set(title=literal(title), xlabel="seconds of training", ylabel="exact validation NLL, nats")
     ax.grid(color="0.9")
     ax.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)

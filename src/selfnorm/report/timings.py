@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from selfnorm.report.canvas import new_figure, png_bytes, rendered, write_png
+from selfnorm.report.canvas import new_figure, png_bytes, rendered, without_latex, write_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,6 +32,7 @@ class Bar:
     group: str = ""
 
 
+@without_latex
 def bars(path: str | Path, title: str, shown: Sequence[Bar], xlabel: str = "ms per training step") -> None:
     """Draws one row for each time, in the order given, with its spread, its floor, and its median as text.
 
@@ -74,6 +75,7 @@ def bars(path: str | Path, title: str, shown: Sequence[Bar], xlabel: str = "ms p
     write_png(path, png_bytes(rendered(figure)))
 
 
+@without_latex
 def growth(
     path: str | Path,
     title: str,

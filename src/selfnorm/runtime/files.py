@@ -31,8 +31,10 @@ def temporary_pattern(path: Path) -> str:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, is_new: bool = False) -> Iterator[Path]:
     """Yields a temporary path in the same folder to write to, then moves it to `path`; removes it if the block raises.
+
+    is_new:  raises OSError instead of replacing a file that another program has written meanwhile.
 
     The temporary file is there already, empty, and locked until the end, so that `remove_leftovers` can tell it from one that a
     killed process left.
@@ -42,14 +44,20 @@ def replacing(path: Path) -> Iterator[Path]:
     named, path = path, path.resolve()  # so that a symbolic link stays one
     if path.exists() and not path.is_file():  # otherwise a device such as /dev/stdout would be replaced by a file
         raise OSError(f"{path}: expected a regular file or no file yet, got something else")
-    temporary, lock = _locked_temporary(path)
+    try:
+        temporary, lock = _locked_temporary(path)
+    except OSError as error:
+        raise OSError(f"{named}: expected a folder that can be written to, got {error.strerror!r} at {named.parent}") from None
     try:
         with naming_full_disk(named):
             yield temporary
             with temporary.open("rb+") as written:
                 os.fsync(written.fileno())  # otherwise a power cut could leave the new name without its content
             temporary.chmod(0o666 & ~_UMASK)  # some writers create files that only their owner can read
-            temporary.replace(path)
+            if is_new:
+                _move_to_new(temporary, path, named)
+            else:
+                temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
         if lock is not None:
@@ -57,21 +65,21 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def replacing_file(path: Path) -> Iterator[BinaryIO]:
+def replacing_file(path: Path, *, is_new: bool = False) -> Iterator[BinaryIO]:
     """Context manager like `replacing` that yields the temporary file, opened for writing bytes."""
-    with replacing(path) as temporary, temporary.open("wb") as file:
+    with replacing(path, is_new=is_new) as temporary, temporary.open("wb") as file:
         yield file
 
 
 @contextmanager
-def written_output(path: Path) -> Iterator[BinaryIO]:
+def written_output(path: Path, *, is_new: bool = False) -> Iterator[BinaryIO]:
     """Yields an open file for the bytes of a path that a user named: a stream is written directly, a file replaced at the end.
 
     Removes what killed processes left while they wrote the same file.
     """
     if not is_stream(path):
         remove_leftovers(path)
-        with replacing_file(path) as file:
+        with replacing_file(path, is_new=is_new) as file:
             yield file
         return
     with naming_full_disk(path), open(_stream_descriptor(path), "wb") as stream:
@@ -123,6 +131,15 @@ def _locked_temporary(path: Path) -> tuple[Path, int | None]:
         os.close(descriptor)
 
 
+def _move_to_new(temporary: Path, path: Path, named: Path) -> None:
+    try:
+        path.hardlink_to(temporary)  # fails if it exists, which a move does not
+    except FileExistsError:
+        raise OSError(f"{named}: expected a new file, got one that was written meanwhile; choose another name") from None
+    except OSError:  # a file system without links
+        temporary.replace(path)
+
+
 def _stream_descriptor(path: Path) -> int:
     """Returns a new descriptor of a stream; raises OSError for a pipe that nobody reads, for which opening would wait."""
     number = _DESCRIPTORS.get(str(path), path.name if path.parent == Path("/dev/fd") else "")
@@ -150,7 +167,7 @@ def naming_full_disk(path: Path | str) -> Iterator[None]:
             raise
         what = "No space left on device" if error.errno is None else os.strerror(error.errno)
         raise OSError(
-            f"{path}: expected room to write it, got {what!r}; free some and repeat the command, or choose another place"
+            f"{path}: expected room to write it, got {what!r}; free some, then repeat the command or, for a run, resume it"
         ) from None
 
 

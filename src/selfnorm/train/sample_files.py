@@ -53,14 +53,21 @@ def expect_room(path: Path, n: int, shape: tuple[int, ...], levels: int | None) 
 
 
 def write_samples(
-    path: Path, batches: Iterable[Tensor], n: int, shape: tuple[int, ...], levels: int | None, columns: tuple[str, ...]
+    path: Path,
+    batches: Iterable[Tensor],
+    n: int,
+    shape: tuple[int, ...],
+    levels: int | None,
+    columns: tuple[str, ...],
+    *,
+    is_new: bool = False,
 ) -> None:
     """Writes n samples, given in batches, in the format of the file's suffix; only a picture holds them all in memory.
 
     .png: a grid of images; .csv, also for a stream without a suffix: a table; .npy: an array, of uint8 for images.
     """
     suffix = path.suffix.lower()
-    with written_output(path) as file:
+    with written_output(path, is_new=is_new) as file:
         if suffix == ".png":
             assert levels is not None
             file.write(figures.image_grid_bytes(torch.cat(list(batches)), levels))

@@ -22,11 +22,11 @@ def expect_score_format(path: Path) -> None:
         require_module("pyarrow.parquet", str(path), "selfnorm[parquet]")
 
 
-def write_scores(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def write_scores(path: Path, rows: Sequence[dict[str, Any]], *, is_new: bool = False) -> None:
     """Writes rows with the same keys, which become columns: a table (.csv, .parquet), or a structured array (.npy)."""
     suffix = path.suffix.lower()
     columns = {name: [row[name] for row in rows] for name in rows[0]}
-    with written_output(path) as file:
+    with written_output(path, is_new=is_new) as file:
         if suffix == ".parquet":
             arrow = require_module("pyarrow", str(path), "selfnorm[parquet]")
             require_module("pyarrow.parquet", str(path), "selfnorm[parquet]").write_table(arrow.table(columns), file)
