@@ -51,6 +51,8 @@ def sample(
         check_output(output, SAMPLE_ENDINGS, force, files_of(run))
     trained = Trained.open(run, resolve_device(device))
     shape, levels, columns = trained.checkpoint.shape, trained.checkpoint.levels, trained.checkpoint.columns
+    if layout := trained.checkpoint.table:
+        shape, columns = (len(layout.written),), layout.names_of(layout.written)
     endings = sample_endings(shape, levels)
     if output:
         expect_not_input(output, data_of(trained))
@@ -58,6 +60,6 @@ def sample(
     else:
         output = free_path(Path(f"samples{endings[0]}"))
     expect_room(output, n, shape, levels)
-    write_samples(output, trained.sample_batches(n, inverse.value, seed), n, shape, levels, columns)
+    write_samples(output, map(trained.completed, trained.sample_batches(n, inverse.value, seed)), n, shape, levels, columns)
     out = ERR if is_stream(output) else OUT
     out.print(f"wrote {n} samples to {output}\nused the {trained.flow.inverse_used}")
