@@ -47,9 +47,13 @@ class DelimitedFile:
         quoted = len(lines) > 1 and '"' not in lines[1] and all_quoted(lines[0], self._separator)
         cells = [cell.strip() for cell in first]
         if header is None:
+            numeric = {cell for cell in cells if is_number(cell, self._commas)}
             header = bool(expected) and set(expected) <= set(cells)
-            if numeric_names or not any(is_number(cell, self._commas) for cell in cells):
+            if numeric_names or not numeric:
                 header = header or is_header(first, below, quoted=quoted, commas=self._commas)
+            header = header or (
+                bool(numeric) and numeric <= set(expected) and len(numeric) < len(set(cells))
+            )  # some of them, beside text
         if header and not below:
             raise ValueError(f"{path}: expected at least one row of numbers, got none")
         self.names: tuple[str, ...] = tuple(cells) if header else ()

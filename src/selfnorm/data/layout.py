@@ -101,17 +101,22 @@ class TableLayout:
         return {"names": self.names, "width": self.width, "left_out": self.left_out, "constant": self.constant}
 
     @classmethod
-    def of_facts(cls, stored: dict[str, Any]) -> TableLayout:
-        """Inverse of `facts`; raises ValueError if they contradict each other."""
-        layout = cls(
-            tuple(map(str, stored["names"])),
-            int(stored["width"]),
-            tuple((int(position), str(reason)) for position, reason in stored["left_out"]),
-            tuple((int(position), float(value)) for position, value in stored["constant"]),
-        )
+    def of_facts(cls, stored: dict[str, Any], used: int) -> TableLayout:
+        """Inverse of `facts`; raises ValueError if they are damaged, contradict each other, or do not leave `used` columns."""
+        try:
+            layout = cls(
+                tuple(map(str, stored["names"])),
+                int(stored["width"]),
+                tuple((int(position), str(reason)) for position, reason in stored["left_out"]),
+                tuple((int(position), float(value)) for position, value in stored["constant"]),
+            )
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"expected the layout of a table, got a damaged one ({error})") from None
         others = [position for position, _ in (*layout.left_out, *layout.constant)]
-        if len(set(others)) < len(others) or not set(others) <= set(range(layout.width)):
+        if len(set(others)) < len(others) or not all(0 <= position < layout.width for position in others):
             raise ValueError(f"expected distinct columns below {layout.width} in the layout of the table, got {others}")
+        if layout.width - len(others) != used:
+            raise ValueError(f"expected {used} columns of data in the layout of the table, got {layout.width - len(others)}")
         if layout.names and len(layout.names) != layout.width:
             raise ValueError(f"expected {layout.width} names in the layout of the table, got {len(layout.names)}")
         return layout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -108,9 +109,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         columns = tuple(map(str, facts["columns"]))
         progress = dict(facts["progress"].items())
         with located(str(path)):
-            table = TableLayout.of_facts(facts["table"]) if facts.get("table") else None
-            if table is not None and (table.columns != columns or (len(table.used),) != shape):
-                raise ValueError(f"expected a layout of the table with {len(columns)} columns, got {len(table.used)}")
+            table = TableLayout.of_facts(facts["table"], math.prod(shape)) if facts.get("table") else None
+            if table is not None and table.columns != columns:
+                raise ValueError(f"expected the names {columns} in the layout of the table, got {table.columns}")
         recipe = from_mapping(facts["recipe"], str(path))
         return Checkpoint(recipe, shape, levels, columns, str(facts["data"]), tensors, progress, table)
     except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
