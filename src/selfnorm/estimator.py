@@ -34,7 +34,8 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
     layers:                 the number of linear layers, with learned splines between them; by default chosen by the number of
                             columns.
     learning_rate:          of Adam; by default chosen by the number of columns.
-    kind:                   "selfnorm" for layers that learn their inverse, "exact" for exact gradients.
+    kind:                   of the linear layers: "selfnorm" learns its inverse, "exact" has exact gradients; the others are
+                            "tracked", "sketch", "relative" and "lu", which docs/choosing.md compares.
     reconstruction_weight:  λ, the weight of the reconstruction error relative to the likelihood.
     max_steps:              the largest number of optimiser steps, each on batch_size rows, but at least one epoch. Training
                             stops earlier if the likelihood of the held-out rows, validation_fraction of all, stops improving.

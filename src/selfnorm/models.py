@@ -184,7 +184,7 @@ def _preprocessing(who: str, shape: Sequence[int], levels: int | None, standardi
 
 
 def _choose_kind(who: str, name: str, kinds: dict[str, Kind], kind: str) -> Kind:
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f"{who}: expected {name} to be one of {', '.join(kinds)}, got {kind!r}")
     return kinds[kind]
 

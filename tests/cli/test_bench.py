@@ -113,6 +113,13 @@ def test_a_folder_that_cannot_be_written_to_is_refused_at_once(tmp_path):
     assert "--figure: expected a file to write" in fails("bench", "scaling", "--json", tmp_path / "x.json")
 
 
+@pytest.mark.parametrize("name", ["x.json", "x.png"])
+def test_an_existing_file_is_refused_at_once(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    message = fails("bench", "scaling", "--json", tmp_path / "x.json")
+    assert str(tmp_path / name) in message and "--force" in message
+
+
 @pytest.mark.usefixtures("brief")
 def test_a_full_disk_costs_no_figures_and_names_the_file(monkeypatch):
     def full(*args):
@@ -128,7 +135,7 @@ def test_a_full_disk_costs_no_figures_and_names_the_file(monkeypatch):
 def test_an_interruption_of_the_command(monkeypatch):
     make = steps.training_step
     monkeypatch.setattr(steps, "training_step", lambda model, device: stop() if "conv" in model.name else make(model, device))
-    args = ("bench", "steps", "--quick", "-q", "--json", "steps.json", "--device", "cpu", "--models")
+    args = ("bench", "steps", "--quick", "-q", "--json", "steps.json", "--force", "--device", "cpu", "--models")
     done = invoke(*args, "digits-conv-snf,digits-fc-snf")
     assert (
         done.exit_code == 130 and done.stdout == "" and "nothing was written" in done.stderr and not Path("steps.json").exists()

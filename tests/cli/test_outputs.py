@@ -5,8 +5,13 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 
-from selfnorm.cli.outputs import own_files
+from selfnorm.data.batches import generator_for
+from selfnorm.evaluate.likelihood import evaluating
+from selfnorm.train.folder import RunFolder
+from selfnorm.train.sample_files import write_samples
+from selfnorm.train.trained import Trained
 from support.commandline import digest, fails, invoke, numbers, ok, read_csv, write_csv
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -82,7 +87,7 @@ def test_the_files_of_a_run_are_never_replaced(a_run, digits_run, tmp_path):
     assert digest(tmp_path) == before
     (other / "curves.png").unlink()  # its name is still the run's
     assert "stays as it is" in fails("sample", digits_run[0], "-o", other / "curves.png")
-    assert {path.name for path in own_files(other)} >= {path.name for path in other.iterdir()}
+    assert {path.name for path in RunFolder(other).own_files()} >= {path.name for path in other.iterdir()}
 
 
 def test_images_of_the_training_data_are_never_replaced(tmp_path):
@@ -147,3 +152,57 @@ def test_standard_output_is_not_a_file_that_exists(table_run, tmp_path, capfd):
     capfd.readouterr()
     assert invoke("score", run, data, "-o", "/dev/stdout").exit_code == 0  # here redirected to a regular file
     assert capfd.readouterr().out == expected
+
+
+@pytest.mark.parametrize("ending", ["csv", "npy"])
+def test_samples_in_batches_are_those_drawn_at_once(table_run, tmp_path, ending, monkeypatch):
+    trained = Trained.open(table_run[0])
+    size = trained.checkpoint.recipe.evaluation.batch_size
+    n = 2 * size + 7
+    generator = generator_for("cpu", 5, "sample")
+    with evaluating(trained.flow):
+        parts = [trained.flow.sample(count, "auto", generator) for count in (size, size, 7)]
+    expected = torch.cat(parts).numpy()
+    ok("sample", table_run[0], "-n", n, "--seed", 5, "-o", tmp_path / f"x.{ending}")
+    if ending == "npy":
+        got = np.load(tmp_path / "x.npy")
+        assert got.dtype == np.float32 and np.array_equal(got, expected)
+    else:
+        assert np.array_equal(np.loadtxt(tmp_path / "x.csv", np.float32, delimiter=",", skiprows=1), expected)
+
+
+def test_samples_are_written_while_they_are_drawn(table_run, tmp_path):
+    """At no time are two batches held: each is written before the next is drawn."""
+    written = []
+
+    def batches():
+        for _ in range(5):
+            (file,) = tmp_path.iterdir()
+            written.append(file.stat().st_size)
+            yield torch.zeros(10_000, 3, dtype=torch.float32)
+
+    write_samples(tmp_path / "x.npy", batches(), 50_000, (3,), None, ())
+    assert np.load(tmp_path / "x.npy").shape == (50_000, 3)
+    assert written[4] >= 4 * 120_000 > written[3]
+
+
+@pytest.mark.parametrize("n", [10**20, 10**9])
+def test_more_samples_than_the_disk_holds_are_refused_at_once(table_run, digits_run, tmp_path, monkeypatch, n):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 0, 10**10))
+    for name in ("x.csv", "x.npy"):
+        message = fails("sample", table_run[0], "-n", n, "-o", tmp_path / name)
+        assert "10.0 GB left" in message and "draw fewer" in message
+    assert "expected a picture of at most 20,000,000 pixels" in fails("sample", digits_run[0], "-n", n, "-o", tmp_path / "x.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_size_of_a_table_is_not_overestimated(table_run, digits_run, tmp_path, monkeypatch):
+    """A file that fits must never be refused, so the estimate stays below the real size."""
+    files = ((table_run[0], "x.csv"), (table_run[0], "x.npy"), (digits_run[0], "y.csv"), (digits_run[0], "y.npy"))
+    for run, name in files:
+        ok("sample", run, "-n", 500, "-o", tmp_path / name)
+    for run, name in files:
+        size = (tmp_path / name).stat().st_size
+        for free, refused in ((size, False), (size // 2, True)):
+            monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: shutil._ntuple_diskusage(10**12, 0, free))
+            assert (invoke("sample", run, "-n", 500, "-o", tmp_path / name, "--force").exit_code == 1) is refused

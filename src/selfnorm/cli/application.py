@@ -13,17 +13,41 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 import selfnorm
 from selfnorm.cli.console import ERR, OUT
 from selfnorm.runtime.checks import one_line
+from selfnorm.runtime.files import naming_full_disk
+from selfnorm.runtime.signals import TerminatedError, signals_raise
 from selfnorm.train.stopping import USER_ERRORS, DivergedError, StoppedError
 
 # Put large tensors in large pages, where Linux lets programs ask for them: the gradients of large weights are new memory at each
 # step, which the kernel otherwise hands out page by page. torch reads this at its first allocation.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
+
+class FlagsWithoutType:
+    """Part of a command whose help shows a flag by its names alone, without the type <bool>."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class FlaggedCommand(FlagsWithoutType, TyperCommand):
+    """A verb."""
+
+
+class FlaggedGroup(FlagsWithoutType, TyperGroup):
+    """A group of verbs."""
+
+
 app = typer.Typer(
+    cls=FlaggedGroup,
     help="Train, evaluate, sample and score with self normalizing flows, which learn their own inverse.",
     no_args_is_help=True,
     add_completion=False,
@@ -50,9 +74,11 @@ def command(name: str, *examples: str, group: typer.Typer = app) -> Callable[[Ca
                 if isinstance(stream, io.TextIOWrapper):
                     stream.reconfigure(errors="replace")  # prints ? for ± or λ if the terminal lacks them
             try:
-                with warnings.catch_warnings():
+                with signals_raise(), warnings.catch_warnings():
                     warnings.showwarning = _show_warning
                     verb(*args, debug=debug, **options)
+                    with naming_full_disk("standard output"):
+                        sys.stdout.flush()  # not at exit, where an error could no longer be told
             except (typer.Exit, typer.Abort):
                 raise
             except StoppedError as error:
@@ -61,6 +87,9 @@ def command(name: str, *examples: str, group: typer.Typer = app) -> Callable[[Ca
             except KeyboardInterrupt:
                 ERR.print("selfnorm: stopped")
                 raise typer.Exit(130) from None
+            except TerminatedError:
+                ERR.print("selfnorm: stopped by SIGTERM")
+                raise typer.Exit(143) from None
             except (BrokenPipeError, SystemExit):  # the reader of our output has left, as `| head` does; rich raises SystemExit
                 sys.stderr.close()
                 raise typer.Exit(0) from None
@@ -74,7 +103,7 @@ def command(name: str, *examples: str, group: typer.Typer = app) -> Callable[[Ca
                 raise typer.Exit(3 if isinstance(error, DivergedError) else 1) from None
 
         epilog = "Examples:\n\n" + "\n\n".join(f"`{example}`" for example in examples)
-        group.command(name, epilog=epilog)(guarded)
+        group.command(name, cls=FlaggedCommand, epilog=epilog)(guarded)
         return guarded
 
     return register

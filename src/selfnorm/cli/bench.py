@@ -16,14 +16,15 @@ from selfnorm.bench.steps_table import steps_table
 from selfnorm.bench.table import BenchTable
 from selfnorm.bench.timing import Effort, Timing
 from selfnorm.bench.workloads import MODELS, choose, default_models
-from selfnorm.cli.application import app, command
+from selfnorm.cli.application import FlaggedGroup, app, command
 from selfnorm.cli.bench_output import ScreenTable, deliver, output_files, show_measurements
-from selfnorm.cli.options import Debug, Device, PrecisionChoice, Quiet, resolve_device
+from selfnorm.cli.options import Debug, Device, Force, PrecisionChoice, Quiet, resolve_device
 from selfnorm.report import timings
 from selfnorm.report.timings import Bar
 from selfnorm.runtime.precision import precision as using_precision
 
 bench = typer.Typer(
+    cls=FlaggedGroup,
     help="Measure training steps, sampling, how layers scale, and other libraries.",
     epilog="Examples:\n\n`selfnorm bench steps --quick --models 'digits-*'`\n\n`selfnorm bench scaling --quick --largest 512`\n\n"
     "`selfnorm bench peers --json peers.json`",
@@ -70,6 +71,7 @@ def steps(
     precision: PrecisionOption = PrecisionChoice.tf32,
     json: JsonPath = None,
     figure: Figure = None,
+    force: Force = False,
     device: Device = "auto",
     quiet: Quiet = False,
     debug: Debug = False,
@@ -96,7 +98,7 @@ def steps(
         names = ", ".join(model.name for model in chosen)
         raise ValueError(f"--memory: expected a whole model, got {names}; name the flow whose step it is part of")
     effort = _effort(seconds, quick)
-    files = output_files(json, figure, draws=not memory)
+    files = output_files(json, figure, force, draws=not memory)
     with using_precision(precision.value), show_measurements("steps", total, quiet) as (on_done, on_start):
         if memory:
             table = memory_table(chosen, where, on_result=on_done, on_status=on_start)
@@ -126,6 +128,7 @@ def scaling(
     precision: PrecisionOption = PrecisionChoice.tf32,
     json: JsonPath = None,
     figure: Figure = None,
+    force: Force = False,
     device: Device = "auto",
     quiet: Quiet = False,
     debug: Debug = False,
@@ -138,7 +141,7 @@ def scaling(
     where = resolve_device(device)
     dimensions = sizes((2048 if where.type == "cpu" else 8192) if largest is None else largest)
     effort = _effort(seconds, quick, default=1.0)
-    files = output_files(json, figure)
+    files = output_files(json, figure, force)
     with using_precision(precision.value), show_measurements("scaling", len(dimensions), quiet) as (on_done, on_start):
         table, points = scaling_table(dimensions, where, effort=effort, on_result=on_done, on_status=on_start)
     deliver(table, files, quiet, lambda path: _draw_scaling(path, table.heading, points), _tables_by_part(table))
@@ -162,6 +165,7 @@ def peers(
     precision: PrecisionOption = PrecisionChoice.tf32,
     json: JsonPath = None,
     figure: Figure = None,
+    force: Force = False,
     device: Device = "auto",
     quiet: Quiet = False,
     debug: Debug = False,
@@ -174,7 +178,7 @@ def peers(
     images = where.type != "cpu" if images is None else images
     shapes: list[tuple[int, ...]] = [FC, *([MNIST] if images else []), *([CIFAR] if cifar else [])]
     effort = _effort(seconds, quick)
-    files = output_files(json, figure)
+    files = output_files(json, figure, force)
     total = sum(2 + sum(peer.shape == shape for peer in PEERS) for shape in shapes)
     with using_precision(precision.value), show_measurements("peers", total, quiet) as (on_done, on_start):
         table, rows = peers_table(shapes, where, effort=effort, on_result=on_done, on_status=on_start)

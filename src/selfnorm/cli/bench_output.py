@@ -22,7 +22,7 @@ CONDITIONS = {"SM clock": "SM clock", "taken by others": "CPU used by other proc
 DEFAULT_WIDTH = 80  # columns, if there is no terminal to ask
 
 
-def output_files(json: Path | None, figure: Path | None, draws: bool = True) -> tuple[Path | None, Path | None]:
+def output_files(json: Path | None, figure: Path | None, force: bool, draws: bool = True) -> tuple[Path | None, Path | None]:
     """Returns the paths of the table and the figure. Raises ValueError, before hours of measuring, if one cannot be written."""
     if figure is not None and figure.suffix.lower() != ".png":
         raise ValueError(f"--figure: expected a name that ends in .png, got {figure}")
@@ -35,6 +35,8 @@ def output_files(json: Path | None, figure: Path | None, draws: bool = True) -> 
             continue
         if path.is_dir():
             raise ValueError(f"{option}: expected a file to write, got the folder {path}")
+        if path.exists() and not force:
+            raise ValueError(f"{option}: expected a new file, got {path}, which exists; choose another name, or use --force")
         try:
             with tempfile.TemporaryFile(dir=path.parent):
                 pass
@@ -108,6 +110,8 @@ def _naming_file(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if str(path) in str(error):
+            raise
         raise OSError(f"{path}: expected to write it, got {error.strerror or error}") from None
 
 

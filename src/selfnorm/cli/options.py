@@ -49,7 +49,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the resul
 Json = Annotated[bool, typer.Option("--json", help="Print JSON lines.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="File to write.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace the output file if it exists.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace output files that exist.")]
 Seed = Annotated[int, typer.Option(help="Seed of all random draws.")]
 OnDivergence = Annotated[
     DivergenceChoice | None,

@@ -52,7 +52,7 @@ def expect_not_input(output: Path, inputs: Iterable[Path]) -> None:
 
 def files_of(run: Path) -> list[Path]:
     """Returns what must stay as it is when a verb uses a run: its files, or the checkpoint that was named."""
-    return [*own_files(run), *([] if run.is_dir() else [run])]
+    return [*RunFolder(run).own_files(), *([] if run.is_dir() else [run])]
 
 
 def data_of(trained: Trained) -> list[Path]:
@@ -61,18 +61,12 @@ def data_of(trained: Trained) -> list[Path]:
     return [] if source in NAMES else [Path(source).expanduser()]
 
 
-def own_files(folder: Path) -> list[Path]:
-    """Returns the paths of a run's own files in a folder."""
-    paths = [path for path in vars(RunFolder(folder)).values() if isinstance(path, Path) and path != folder]
-    return [*paths, folder / ".lock"]
-
-
 def _belongs_to_run(path: Path) -> bool:
     """Returns whether a path has the name of one of the files of a run, in a folder that holds one."""
     folder = RunFolder(path.parent)
     holds_run = any(file.exists() for file in (folder.recipe, folder.best, folder.last))
     # Some file systems do not tell upper from lower case.
-    return holds_run and path.name.casefold() in {file.name.casefold() for file in own_files(path.parent)}
+    return holds_run and path.name.casefold() in {file.name.casefold() for file in folder.own_files()}
 
 
 def _same(one: Path, other: Path) -> bool:

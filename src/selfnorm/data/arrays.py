@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from selfnorm.data.images import IMAGE_SUFFIXES, read_images
 from selfnorm.data.layout import EVERYTHING, TableLayout, understand
+from selfnorm.data.numpy_files import read_numpy
 from selfnorm.data.tables import TABLE_SUFFIXES, TEXT_SUFFIXES, ArrayTable, Table, is_table, open_table
 
 IMAGE_CHANNELS = (1, 3, 4)
@@ -64,7 +63,7 @@ def open_examples(
         return read_images(path)
     suffix = path.suffix.lower()
     if suffix in (".npy", ".npz"):
-        array = _read_numpy(path)
+        array = read_numpy(path)
         return ArrayTable(array) if array.ndim == 2 and array.size and array.dtype.kind in "biuf" else array
     endings = ", ".join((".npy", ".npz", *TABLE_SUFFIXES))
     raise ValueError(f"{path}: expected {endings}, or a folder of images, got {suffix or 'no ending'}")
@@ -75,28 +74,8 @@ def is_image_path(path: Path) -> bool:
     return path.is_dir() or path.suffix.lower() in IMAGE_SUFFIXES
 
 
-def _read_numpy(path: Path) -> NDArray[np.generic]:
-    try:
-        with path.open("rb") as file:
-            loaded = np.load(file, allow_pickle=False)
-            if isinstance(loaded, np.ndarray):
-                return loaded
-            keys = list(loaded)
-            key = next((key for key in ("data", "x") if key in keys), keys[0] if len(keys) == 1 else None)
-            if key is not None:
-                return np.asarray(loaded[key])
-    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(
-            f"{path}: expected an array of numbers, got a file that cannot be read as one ({error}); pickled objects are never "
-            "loaded because they can run code: save numbers with np.save"
-        ) from error
-    raise ValueError(f'{path}: expected one array, or one named "data" or "x", got {", ".join(keys) or "none"}')
-
-
 def _examples(who: str, array: NDArray[np.generic], layout: TableLayout | None = None) -> Tensor:
     """Returns the array as examples: uint8 images if it is uint8 with three or four axes, else float32."""
-    if array.dtype.kind not in "biuf":
-        raise ValueError(f"{who}: expected numbers, integer or real, got an array of {array.dtype}")
     if array.ndim == 0 or array.size == 0:
         raise ValueError(f"{who}: expected at least one example, as an array of shape (N, …), got shape {array.shape}")
     if array.ndim < 3 or array.dtype.kind == "f":

@@ -6,7 +6,6 @@ import hashlib
 import json
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,6 +20,8 @@ from torch import Tensor
 from selfnorm.data.dataset import Dataset, permutation
 from selfnorm.data.images import image_files, read_image
 from selfnorm.data.locate import OnProgress, cache_folder, data_folder, locate, missing_files_error
+from selfnorm.data.numpy_files import DAMAGE, read_array_header
+from selfnorm.data.safe_files import expect_fits_memory
 from selfnorm.runtime.files import replacing_file
 
 IMAGENET32_SOURCE = "https://image-net.org/download-images (downsampled, 32 × 32, npz format), which asks for an account"
@@ -154,6 +155,7 @@ def _read_rows(source: Path) -> Iterator[NDArray[np.uint8]]:
         return
     with _open_batch(source) as (file, count, by_column):
         step = count if by_column else IMAGES_AT_ONCE
+        expect_fits_memory(source, 2 * step * width)
         for start in range(0, count, step):
             size = min(step, count - start)
             content = file.read(size * width)
@@ -180,11 +182,9 @@ def _open_batch(path: Path) -> Iterator[tuple[IO[bytes], int, bool]]:
     """Yields the "data" array of a batch file, open at its first value, the number of images, and whether it is column-major."""
     try:
         with zipfile.ZipFile(path) as archive, archive.open("data.npy") as file:
-            version = npy.read_magic(file)
-            header = npy.read_array_header_1_0(file) if version == (1, 0) else npy.read_array_header_2_0(file)
-            shape, by_column, dtype = header
+            shape, by_column, dtype = read_array_header(file)
             if dtype != np.uint8 or len(shape) != 2 or shape[1] != np.prod(IMAGENET32_SHAPE):
                 raise TypeError(f"{dtype} of shape {shape}")
             yield file, shape[0], by_column
-    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, TypeError, ValueError) as error:
+    except DAMAGE as error:
         raise ValueError(f'{path}: expected a whole .npz file with "data", uint8 of shape (N, 3072), got {error}') from error

@@ -28,7 +28,7 @@ def provenance(device: torch.device | str = "cpu", command: str | None = None) -
         commit = None
     program = Path(sys.argv[0]).name.replace("__main__.py", "selfnorm")
     return {
-        "command": command or shlex.join([program, *sys.argv[1:]]),
+        "command": command or shlex.join([program, *(word for word in sys.argv[1:] if word != "--force")]),
         "commit": commit,
         "version": selfnorm.__version__,
         "machine": machine_of(device),

@@ -39,12 +39,12 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     if not path.parent.is_dir():
         raise OSError(f"{path}: expected a folder to write it to, got none at {path.parent}")
-    path = path.resolve()  # so that a symbolic link stays one
+    named, path = path, path.resolve()  # so that a symbolic link stays one
     if path.exists() and not path.is_file():  # otherwise a device such as /dev/stdout would be replaced by a file
         raise OSError(f"{path}: expected a regular file or no file yet, got something else")
     temporary, lock = _locked_temporary(path)
     try:
-        with _naming_full_disk(path):
+        with naming_full_disk(named):
             yield temporary
             with temporary.open("rb+") as written:
                 os.fsync(written.fileno())  # otherwise a power cut could leave the new name without its content
@@ -74,7 +74,7 @@ def written_output(path: Path) -> Iterator[BinaryIO]:
         with replacing_file(path) as file:
             yield file
         return
-    with _naming_full_disk(path), open(_stream_descriptor(path), "wb") as stream:
+    with naming_full_disk(path), open(_stream_descriptor(path), "wb") as stream:
         yield stream
 
 
@@ -89,7 +89,7 @@ def is_stream(path: Path) -> bool:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Removes the temporary files that killed processes left while they wrote `path`; those of running ones are locked, and stay."""
+    """Removes temporary files that killed processes left while they wrote `path`; those of running ones are locked, and stay."""
     if fcntl is None:
         return
     path = path.resolve()
@@ -141,7 +141,7 @@ def _stream_descriptor(path: Path) -> int:
 
 
 @contextmanager
-def _naming_full_disk(path: Path) -> Iterator[None]:
+def naming_full_disk(path: Path | str) -> Iterator[None]:
     """Adds the file's name, and how to go on, to the errors of a full disk."""
     try:
         yield

@@ -8,7 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from selfnorm.runtime.files import json_text, temporary_pattern, write_text
+from selfnorm.data.safe_files import expect_regular
+from selfnorm.runtime.files import json_text, naming_full_disk, temporary_pattern, write_text
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.settings import from_toml, to_toml
 
@@ -52,9 +53,20 @@ class RunFolder:
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise ValueError(f"{self.path}: expected a new or empty folder for the run, got one in use; choose another")
 
+    def own_files(self) -> list[Path]:
+        """Returns the paths of all files of the run, whether they exist or not."""
+        return [path for path in vars(self).values() if isinstance(path, Path) and path != self.path] + [self.path / ".lock"]
+
+    def expect_regular_files(self) -> None:
+        """Raises ValueError if a file of the run is something else, such as a named pipe, for which a reader would wait."""
+        for path in self.own_files():
+            if path.exists():
+                expect_regular(path)
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Context manager that locks the run against other processes. The lock is released even if the process is killed."""
+        self.expect_regular_files()
         with (self.path / ".lock").open("a") as file:
             if fcntl is not None:
                 try:
@@ -85,8 +97,9 @@ class RunFolder:
         """Appends a record to the metrics and returns the length of the file afterwards."""
         if self._log is None:
             self._log = self.metrics.open("a", encoding="utf-8")
-        self._log.write(json_text(record) + "\n")
-        self._log.flush()
+        with naming_full_disk(self.metrics):
+            self._log.write(json_text(record) + "\n")
+            self._log.flush()
         return self._log.tell()
 
     def close_log(self) -> None:

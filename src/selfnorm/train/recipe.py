@@ -150,7 +150,7 @@ class Recipe:
             model, kind = self.architecture.model, self.architecture.kind
             if model not in MODEL_KINDS:
                 raise ValueError(f"expected architecture.model to be one of {', '.join(MODEL_KINDS)}, got {model!r}")
-            if kind not in MODEL_KINDS[model]:
+            if not isinstance(kind, str) or kind not in MODEL_KINDS[model]:
                 known = ", ".join(MODEL_KINDS[model])
                 raise ValueError(f"expected architecture.kind to be one of {known} for the model {model}, got {kind!r}")
 

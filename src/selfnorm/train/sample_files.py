@@ -89,4 +89,4 @@ def _write_table(file: BinaryIO, batches: Iterable[NDArray[np.generic]], names: 
     csv.writer(header, lineterminator="\n").writerow(names)
     file.write(header.getvalue().encode())
     for batch in batches:
-        np.savetxt(file, batch.reshape(len(batch), -1), delimiter=",", fmt=number)
+        np.savetxt(file, batch.reshape(len(batch), math.prod(batch.shape[1:])), delimiter=",", fmt=number)

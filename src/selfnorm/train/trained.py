@@ -146,6 +146,7 @@ class Trained:
     def _training_scores(self) -> NDArray[np.float64]:
         """Returns the sorted scores of training examples: stored by the run for its best weights, else computed."""
         recipe, folder = self.checkpoint.recipe, RunFolder(self.path.parent)
+        folder.expect_regular_files()
         if self.path.name == folder.best.name and folder.scores.exists():
             try:
                 stored: NDArray[np.float64] = np.load(folder.scores, allow_pickle=False)
