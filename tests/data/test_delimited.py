@@ -52,6 +52,13 @@ def test_formats(tmp_path, name, text, separator, decimal):
     assert ("decimal commas" in layout.describe()) == (decimal == ",")
 
 
+@pytest.mark.parametrize("name", ["a; b", "a\tb"])
+def test_one_column_whose_name_holds_a_separator(tmp_path, name):
+    (tmp_path / "t.csv").write_text(f"{name}\n1.5\n2.5\n")
+    values, layout = read_values(tmp_path / "t.csv")
+    assert (values.tolist(), layout.names) == ([[1.5], [2.5]], (name,))
+
+
 def test_numbers_without_a_header_and_with_decimal_commas_are_no_header(tmp_path):
     (tmp_path / "t.csv").write_text("1,5;2,5\n3,5;4,5\n")
     assert read_examples(tmp_path / "t.csv")[0].tolist() == [[1.5, 2.5], [3.5, 4.5]]
@@ -64,6 +71,7 @@ def test_numbers_without_a_header_and_with_decimal_commas_are_no_header(tmp_path
         ("2,5;1\n1.234;1\n", r"line 1, column 1: expected a number, .* got '2,5'"),
         ("2,5;1\n3,5;x\n", r"line 2, column 2: expected a number, .* got 'x'"),
         ('"1,5","2,5"\n1,2\n', r"expected a number"),
+        ("1,5\n0,05\n", r"expected numbers with decimal points, got lines as 1,5, .* or a line of names if these are two"),
         ("a b c\n1 2 3\n", r"line 2, column 1 \(a b c\): expected a number, .* got '1 2 3'"),
         ("1,2\n3,4\n5,6,7\n", r"line 3: expected 2 columns, as in the first line, got 3"),
         ("x,1\ny,2\n", r"line 1, column 1: expected a number, .*left out with drop.* got 'x'"),

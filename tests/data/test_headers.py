@@ -53,6 +53,7 @@ def test_default_names_of_pandas(tmp_path, columns, indexed, values):
         ("0;1\n0,5;0,25\n0,75;0,1\n", ("0", "1")),
         ("target,0,1\n1,0.5,0.25\n0,0.75,0.5\n", ("target", "0", "1")),
         ("label,1,2,3\n1,4,5,6\n0,7,8,9\n", ("label", "1", "2", "3")),
+        ("0,k\n0.5,1\n1.5,2\n", ("0", "k")),
         ("0,1,2\n0.5,1e-05,-3.0\n1.5,2.5,3.5\n", ("0", "1", "2")),
         # Data: what is left of the table then.
         ("1,2\n3,-4.5\n", ()),

@@ -15,7 +15,7 @@ from typing import TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from selfnorm.data.headers import COMMA_NUMBER, all_quoted, is_header, is_number
+from selfnorm.data.headers import COMMA_NUMBER, WHOLE, all_quoted, is_header, is_number
 from selfnorm.data.safe_files import expect_fits_memory, expect_regular
 from selfnorm.runtime.memory import available_memory
 
@@ -59,6 +59,11 @@ class DelimitedFile:
         self.names: tuple[str, ...] = tuple(cells) if header else ()
         self.width = len(first)
         rows = [row for row in (below if header else [first, *below]) if len(row) == self.width]
+        if not header and self._separator == "," and self.width == 2 and _may_be_decimals(rows):
+            raise ValueError(
+                f"{path}: expected numbers with decimal points, got lines as {','.join(first)}, where the comma may be a decimal "
+                "comma; write points, or a line of names if these are two columns"
+            )
         self.text_columns = tuple(
             index for index, column in enumerate(zip(*rows, strict=True)) if any(map(self._is_text, column))
         )
@@ -216,11 +221,20 @@ def _separator_of(lines: Sequence[str]) -> str:
             first, *below = _records(lines[:100], separator)
         except csv.Error:  # a line without this separator may be too long for one cell
             return 0, 0.0
-        even = [row for row in [first, *below] if len(row) == len(first) > 1]
-        found = sum(is_number(cell, commas=separator != ",") for row in even for cell in row)
-        return len(even), found / max(1, sum(map(len, even)))
+        even = [row for row in below if len(row) == len(first) > 1]
+        if below and not even:
+            return 0, 0.0
+        cells = [cell for row in [first, *even] for cell in row]
+        return len(even), sum(is_number(cell, commas=separator != ",") for cell in cells) / len(cells)
 
     return max(",;\t", key=fit)
+
+
+def _may_be_decimals(rows: Sequence[Sequence[str]]) -> bool:
+    """Returns whether rows of two whole numbers look like one number with a decimal comma: 0,05 among them."""
+    return all(WHOLE.fullmatch(whole) and decimals.isdecimal() for whole, decimals in rows) and any(
+        len(decimals) > 1 and decimals[0] == "0" for _, decimals in rows
+    )
 
 
 def _fits_float32(values: NDArray[np.float64]) -> bool:

@@ -61,7 +61,7 @@ def is_header(first: Sequence[str], below: Sequence[Sequence[str]], *, quoted: b
     if named and len(counted) > 1 and any(is_number(row[index].strip(), commas) for row in rows for index in named):
         return True
     kinds = [{WHOLE.fullmatch(row[index].strip()) is not None for row in rows} for index in numeric]
-    if counted[0] == 0 and not (named and len(counted) == 1):
+    if counted[0] == 0:
         return len(counted) >= 3 or ({False} in kinds and all(len(kind) == 1 for kind in kinds))
     return len(counted) >= 3 and all(kind == {False} for kind in kinds)
 

@@ -236,7 +236,7 @@ def _positions_of(who: str, layout: TableLayout, option: str, name: str) -> list
     number = int(name) - 1 if name.isascii() and name.isdecimal() and len(name) < 10 else -1
     if 0 <= number < layout.width and (not layout.names or is_unnamed(layout.names[number])):
         return [number]
-    known = ", ".join(map(repr, layout.names[:20])) if layout.names else f"a number from 1 to {layout.width}"
+    known = ", ".join(map(repr, layout.names[:20])) if layout.names else f"a number from 1 to {layout.width} without a header"
     raise ValueError(f"{who}: expected {option} to name a column, {known}, got {name!r}{did_you_mean(name, layout.names)}")
 
 
