@@ -91,7 +91,7 @@ def _load_own_examples(path: Path, levels: int | None, header: bool | None, drop
     if table is not None:
         _expect_variety(path, examples[train], table)
     columns = table.columns if table is not None else ()
-    return Dataset(path.resolve().name, examples[train], examples[validation], examples[test], levels, columns, table)
+    return Dataset(path.resolve().name, examples[train], examples[validation], examples[test], levels, columns, table=table)
 
 
 def _expect_variety(path: Path, train: Tensor, table: TableLayout) -> None:

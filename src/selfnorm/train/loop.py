@@ -326,7 +326,7 @@ class Trainer:
         tensors |= {"epoch.metrics": self._metrics[:index]}
         data = self.dataset
         own, progress = detached_copies(tensors), asdict(self.progress)
-        return Checkpoint(self.recipe, data.shape, data.levels, data.columns, self._fingerprint, own, progress, data.table)
+        return Checkpoint(self.recipe, data.shape, data.levels, data.columns, self._fingerprint, own, progress, table=data.table)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         try:
