@@ -129,7 +129,7 @@ def test_columns_with_few_distinct_values_give_a_warning(tmp_path):
     rows[:, 1] = rows[:, 1] > 0
     np.savetxt(tmp_path / "t.csv", rows, delimiter=",", header="x,sex", comments="")
     result = invoke("fit", tmp_path / "t.csv", "--set", "epochs=1", "--run", tmp_path / "run")
-    assert "column sex takes 2 different values" in result.stderr
+    assert "column 'sex' takes 2 different values" in result.stderr
 
 
 def test_a_table_of_images_with_an_odd_number_of_channels(tmp_path):

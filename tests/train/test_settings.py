@@ -1,5 +1,6 @@
 """Settings by path, by flat key and in files: what is read, what is written, and what is refused."""
 
+import json
 import re
 
 import pytest
@@ -50,6 +51,9 @@ def test_overrides_are_read_by_their_type():
         ("decay=2", "decay"),
         ("levels=300", "levels"),
         ("epochs=none", "a whole number"),
+        ("header=2", "true or false or none"),
+        ('drop=["a", 1]', 'drop: expected a list of texts, as ["a", "b"], got'),
+        ('drop=["a"', 'drop: expected a list of texts, as ["a", "b"], got'),
     ],
 )
 def test_wrong_overrides_are_refused(setting, words):
@@ -66,6 +70,8 @@ def test_wrong_overrides_are_refused(setting, words):
         ('name = "x"\nepochs = "3"', "epochs"),
         ('name = "x"\nflip = 1', "flip"),
         ('name = "x"\nepochs = true', "epochs"),
+        ('name = "x"\n[data]\ndrop = "a"', r"data\.drop to be a list of texts, .* got 'a'"),
+        ('name = "x"\n[data]\nkeep = [1]', r"data\.keep to be a list of texts, .* got \[1\]"),
     ],
 )
 def test_wrong_files_are_refused(text, words):
@@ -136,11 +142,21 @@ batch_size = 17
 """
 
 # Settings added since then: the same.
-ADDED = {"inverse_likelihood": ("objective.inverse_likelihood", True)}
+ADDED = {
+    "inverse_likelihood": ("objective.inverse_likelihood", True),
+    "header": ("data.header", False),
+    "drop": ("data.drop", ("id", 'a "b", c')),
+    "keep": ("data.keep", ("0",)),
+}
 # What a file means that does not name them.
 EARLIER = {"inverse_likelihood": True}
 
 KNOWN = FLAT | ADDED
+
+
+def as_text(value):
+    """The value as an override has it: a list as in TOML and JSON."""
+    return json.dumps(value) if isinstance(value, tuple) else str(value)
 
 
 def other_values():
@@ -165,8 +181,8 @@ def test_paths_and_earlier_keys_mean_the_same(key):
     path, value = KNOWN[key]
     default = Recipe("mine")
     flat, dotted, changed = (
-        override(default, [f"{key}={value}"]),
-        override(default, [f"{path}={value}"]),
+        override(default, [f"{key}={as_text(value)}"]),
+        override(default, [f"{path}={as_text(value)}"]),
         default.changed(**{key: value}),
     )
     assert flat == dotted == changed == default.changed(**{path: value}) != default
@@ -244,3 +260,14 @@ def test_an_unknown_key_lists_the_known_ones(key, hint):
         with pytest.raises(ValueError, match=re.escape(f"got {key!r}; did you mean {hint}?")) as caught:
             attempt()
         assert all(path in str(caught.value) for path, _ in FLAT.values())
+
+
+def test_a_single_column_needs_no_list():
+    assert override(Recipe("mine"), ["drop=a, b"]).data.drop == ("a, b",)
+    assert override(Recipe("mine"), ["keep=[]"]).data.keep == override(Recipe("mine"), ["keep="]).data.keep == ()
+
+
+def test_files_of_earlier_versions_keep_every_column_of_the_users_own_table():
+    assert from_toml('name = "mine"\n[data]\nsource = "table.csv"\n', "here").data.keep == ("*",)
+    assert from_toml('name = "mine"\n[data]\nsource = "moons"\n', "here").data.keep == ()
+    assert from_toml(to_toml(Recipe("mine").changed(source="table.csv")), "here").data.keep == ()

@@ -28,6 +28,11 @@ class PartChoice(StrEnum):
     test = "test"
 
 
+class ConstantsChoice(StrEnum):
+    impossible = "impossible"
+    flag = "flag"
+
+
 class PrecisionChoice(StrEnum):
     float32 = "float32"
     tf32 = "tf32"

@@ -51,6 +51,8 @@ def sample(
         check_output(output, SAMPLE_ENDINGS, force, files_of(run))
     trained = Trained.open(run, resolve_device(device))
     shape, levels, columns = trained.checkpoint.shape, trained.checkpoint.levels, trained.checkpoint.columns
+    if layout := trained.checkpoint.table:
+        shape, columns = (len(layout.written),), layout.names_of(layout.written)
     endings = sample_endings(shape, levels)
     if output:
         expect_not_input(output, data_of(trained))
@@ -58,7 +60,7 @@ def sample(
     else:
         output = free_path(Path(f"samples{endings[0]}"))
     expect_room(output, n, shape, levels)
-    batches = trained.sample_batches(n, inverse.value, seed)
+    batches = map(trained.completed, trained.sample_batches(n, inverse.value, seed))
     write_samples(output, batches, n, shape, levels, columns, is_new=not force)
     out = ERR if is_stream(output) else OUT
     out.print(f"wrote {n} samples to {output}\nused the {trained.flow.inverse_used}")

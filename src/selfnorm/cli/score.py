@@ -10,7 +10,7 @@ import typer
 
 from selfnorm.cli.application import command
 from selfnorm.cli.console import ERR, OUT, print_json
-from selfnorm.cli.options import Debug, Device, Force, Json, Output, RunPath, Seed, resolve_device
+from selfnorm.cli.options import ConstantsChoice, Debug, Device, Force, Json, Output, RunPath, Seed, resolve_device
 from selfnorm.cli.outputs import check_output, data_of, expect_not_input, files_of
 from selfnorm.runtime.files import is_stream, naming_full_disk
 from selfnorm.train.score_files import SCORE_ENDINGS, expect_score_format, scores_csv, write_scores
@@ -21,6 +21,14 @@ from selfnorm.train.trained import Trained
 def score(
     run: RunPath,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Data with the same columns or image size as the run's.")],
+    ids: Annotated[
+        list[str] | None,
+        typer.Option("--id", metavar="COLUMN", help="Copy this column to the output; repeatable. Columns of text always are."),
+    ] = None,
+    constant_columns: Annotated[
+        ConstantsChoice,
+        typer.Option(help="Rows with another value than the only one in training: impossible, −inf, or only flagged."),
+    ] = ConstantsChoice.impossible,
     output: Output = None,
     force: Force = False,
     samples: Annotated[int, typer.Option(min=1, help="Dequantisation samples, for images.")] = 1,
@@ -32,6 +40,7 @@ def score(
     """Compute the exact log-likelihood of each row, to find outliers. `-o` writes .csv, .npy or .parquet.
 
     Rank 1 is the least likely row of the file. Percentile is the percentage of training data that is less likely than the row.
+    Columns are matched by name. `differs` names the columns with another value than the only one that they had in training.
     """
     if not file.exists():
         raise ValueError(f"{file}: expected a file or a folder of images, got a path that does not exist")
@@ -43,7 +52,11 @@ def score(
     trained = Trained.open(run, resolve_device(device))
     if output:
         expect_not_input(output, data_of(trained))
-    rows = trained.score(file, samples, seed).rows()
+    impossible = constant_columns is ConstantsChoice.impossible
+    scores = trained.score(file, samples, seed, ids=ids or (), constants_count=impossible)
+    if scores.understood:
+        ERR.print(f"selfnorm: {file}: {scores.understood}")
+    rows = scores.rows()
     if json:
         for row in rows:
             print_json(row)

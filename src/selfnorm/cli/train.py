@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from torch import Tensor
 
 from selfnorm.cli.application import command
 from selfnorm.cli.console import ERR
@@ -25,12 +26,11 @@ from selfnorm.cli.options import (
     resolve_device,
 )
 from selfnorm.cli.progress import show_run, show_runs, show_transfers
-from selfnorm.data import load_dataset
-from selfnorm.data.dataset import Dataset
+from selfnorm.data.layout import MOST_NAMED, TableLayout, discrete_columns
 from selfnorm.train.experiments import DEFAULT, TWINS, find_recipe, recipe_for
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.recipe import Recipe
-from selfnorm.train.run import Result, free_path, resume_run, resume_runs, start_run, start_runs
+from selfnorm.train.run import Result, dataset_of, free_path, resume_run, resume_runs, start_run, start_runs
 from selfnorm.train.settings import override
 from selfnorm.train.stopping import DivergedError
 
@@ -114,8 +114,21 @@ def train(
     "selfnorm fit table.npy --set layers=8 --set patience=20",
 )
 def fit(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help=".csv, .npy, .npz, .parquet, or a folder of images.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help=".csv, .tsv, both also as .gz, .npy, .npz, .parquet, or a folder of images.")
+    ],
     settings: Settings = None,
+    header: Annotated[
+        bool | None, typer.Option("--header/--no-header", help="Whether the first line holds names; default by what it holds.")
+    ] = None,
+    drop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="COLUMN", help="Leave out a column: its name, or number where there are no names; repeatable."),
+    ] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="COLUMN", help="Keep a column that would be left out, as those that count the rows; repeatable."),
+    ] = None,
     run: RunFolderOption = None,
     device: Device = "auto",
     on_divergence: OnDivergence = None,
@@ -129,12 +142,16 @@ def fit(
     """
     if not file.exists():
         raise ValueError(f"{file}: expected a file or a folder of images, got a path that does not exist")
-    path = str(file.resolve())
-    dataset = load_dataset(path)
-    chosen = recipe_for(path, dataset.shape, len(dataset.train)).changed(name=f"fit-{file.resolve().stem}")
-    _warn_of_discrete_columns(dataset)
-    del dataset  # the run loads it again, with the settings applied
-    chosen = _with_options(override(chosen, settings or []), on_divergence=on_divergence and on_divergence.value)
+    path, name = str(file.resolve()), f"fit-{file.resolve().name.removesuffix('.gz').rpartition('.')[0] or file.name}"
+    options = {"header": header, "drop": tuple(drop or ()) or None, "keep": tuple(keep or ()) or None}
+    dataset = dataset_of(_with_options(override(Recipe(name), settings or []), **options).changed(source=path))
+    chosen = recipe_for(path, dataset.shape, len(dataset.train)).changed(name=name)
+    chosen = _with_options(override(chosen, settings or []), **options, on_divergence=on_divergence and on_divergence.value)
+    if layout := dataset.table:
+        if not quiet or layout.left_out or layout.constant or layout.notes:
+            ERR.print(f"selfnorm: {file}: {layout.describe()}")
+        _warn_of_discrete_columns(dataset.train, layout)
+    del dataset, layout  # the run loads it again
     _train_recipe(chosen, run or free_path(Path("runs") / chosen.name), device, quiet, json)
 
 
@@ -197,14 +214,14 @@ def _free_with_seeds(folder: Path) -> Path:
     return folder
 
 
-def _warn_of_discrete_columns(dataset: Dataset) -> None:
+def _warn_of_discrete_columns(train: Tensor, layout: TableLayout) -> None:
     """Warns of columns with few different values: they have no density, and a flow fits ever narrower spikes to them."""
-    if dataset.train.dim() == 2 and len(dataset.train) >= 50:
-        for index, column in enumerate(dataset.train.T):
-            values = len(column.unique())
-            if values < 0.05 * len(column):
-                name = dataset.columns[index] if dataset.columns else index
-                ERR.print(f"selfnorm: column {name} takes {values} different values: it has no density, consider removing it")
+    found = discrete_columns(train.numpy())
+    for index, values in found.items() if len(found) <= MOST_NAMED else ():
+        ERR.print(f"selfnorm: {layout.label(index)} takes {values} different values: it has no density, consider dropping it")
+    if len(found) > MOST_NAMED:
+        names = layout.labels([layout.used[index] for index in found])
+        ERR.print(f"selfnorm: {names} take few different values: they have no density, consider dropping them")
 
 
 def _with_options(recipe: Recipe, **options: Any) -> Recipe:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,44 +12,74 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selfnorm.data.images import IMAGE_SUFFIXES, read_images
+from selfnorm.data.layout import EVERYTHING, TableLayout, understand
 from selfnorm.data.numpy_files import read_numpy
-from selfnorm.data.tables import read_csv, read_parquet
+from selfnorm.data.tables import TABLE_SUFFIXES, TEXT_SUFFIXES, ArrayTable, Table, is_table, open_table
 
 IMAGE_CHANNELS = (1, 3, 4)
 
 
-def read_examples(path: str | Path) -> tuple[Tensor, tuple[str, ...]]:
+def read_examples(
+    path: str | Path, *, header: bool | None = None, drop: Sequence[str] = (), keep: Sequence[str] = ()
+) -> tuple[Tensor, tuple[str, ...]]:
     """Returns all examples of a file, (N, *shape), and the names of a table's columns, if the file has them.
 
     uint8 (N, C, H, W) for images: a folder of them, or a uint8 array of shape (N, H, W), (N, C, H, W) or (N, H, W, C).
-    float32 for everything else: .npy, .npz (its array "data" or "x", or its only one), .csv, .tsv, .parquet. NaN, infinities,
-    text, empty cells and pickled objects raise ValueError with their location.
+    float32 for everything else: .npy, .npz (its array "data" or "x", or its only one), .csv, .tsv, both also as .gz, .parquet.
+    NaN, infinities, text, empty cells and pickled objects raise ValueError with their location.
+
+    header:  whether the first line of a text file holds names; by default decided by what the lines look like.
+    drop:    columns of a table to leave out, by name, or by number, from 1, where there are no names.
+    keep:    columns to keep that would be left out: those without a name that count the rows.
     """
     path = Path(path).expanduser()
+    values, layout = read_values(path, header, drop, keep)
+    return _examples(str(path), values, layout), layout.columns if layout else ()
+
+
+def read_values(
+    path: Path, header: bool | None = None, drop: Sequence[str] = (), keep: Sequence[str] = ()
+) -> tuple[NDArray[Any], TableLayout | None]:
+    """Returns the numbers of a file as they are stored, and the layout of a table; see `read_examples`."""
+    found = open_examples(path, header, numeric_names=EVERYTHING not in keep)
+    if not isinstance(found, np.ndarray):
+        return understand(str(path), found, drop, keep)
+    if drop or set(keep) - {EVERYTHING}:
+        raise ValueError(f"{path}: expected drop and keep only for tables, got an array of shape {found.shape}")
+    return found, None
+
+
+def open_examples(
+    path: Path, header: bool | None = None, *, numeric_names: bool = True, expected: Collection[str] = ()
+) -> Table | NDArray[Any]:
+    """Returns a file as a table if it is one, also an array of two axes, else as an array; see `open_table`."""
     if not path.exists():
         raise ValueError(f"read_examples: expected the path of a file or of a folder of images, got nothing at {path}")
+    if header is not None and not path.name.lower().endswith(TEXT_SUFFIXES):
+        raise ValueError(f"{path}: expected no header option, got header={header}; only text files have a line of names")
+    if is_table(path) and not path.is_dir():
+        return open_table(path, header, numeric_names, expected)
+    if is_image_path(path):
+        return read_images(path)
     suffix = path.suffix.lower()
-    if path.is_dir() or suffix in IMAGE_SUFFIXES:
-        return torch.from_numpy(read_images(path)), ()
     if suffix in (".npy", ".npz"):
-        return _examples(str(path), read_numpy(path)), ()
-    if suffix in (".csv", ".tsv", ".parquet"):
-        values, columns = read_parquet(path) if suffix == ".parquet" else read_csv(path)
-        twice = sorted({name for name in columns if columns.count(name) > 1})
-        if twice:
-            raise ValueError(
-                f"{path}: expected distinct column names, got {', '.join(map(repr, twice))} more than once; rename them"
-            )
-        return _examples(str(path), values), columns
-    raise ValueError(f"{path}: expected .npy, .npz, .csv, .tsv, .parquet, or a folder of images, got {suffix or 'no ending'}")
+        array = read_numpy(path)
+        return ArrayTable(array) if array.ndim == 2 and array.size and array.dtype.kind in "biuf" else array
+    endings = ", ".join((".npy", ".npz", *TABLE_SUFFIXES))
+    raise ValueError(f"{path}: expected {endings}, or a folder of images, got {suffix or 'no ending'}")
 
 
-def _examples(who: str, array: NDArray[np.generic]) -> Tensor:
+def is_image_path(path: Path) -> bool:
+    """Returns whether a path stands for images: a folder of them, or one."""
+    return path.is_dir() or path.suffix.lower() in IMAGE_SUFFIXES
+
+
+def _examples(who: str, array: NDArray[np.generic], layout: TableLayout | None = None) -> Tensor:
     """Returns the array as examples: uint8 images if it is uint8 with three or four axes, else float32."""
     if array.ndim == 0 or array.size == 0:
         raise ValueError(f"{who}: expected at least one example, as an array of shape (N, …), got shape {array.shape}")
     if array.ndim < 3 or array.dtype.kind == "f":
-        values = _float32(who, array)
+        values = _float32(who, array, layout)
         return torch.from_numpy(values[:, None] if array.ndim == 1 else values)
     if array.dtype != np.uint8 or array.ndim > 4:
         raise ValueError(
@@ -61,7 +93,7 @@ def _examples(who: str, array: NDArray[np.generic]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array))
 
 
-def _float32(who: str, array: NDArray[np.generic]) -> NDArray[np.float32]:
+def _float32(who: str, array: NDArray[np.generic], layout: TableLayout | None = None) -> NDArray[np.float32]:
     with np.errstate(over="ignore"):
         values = np.ascontiguousarray(array, dtype=np.float32)
     finite = np.isfinite(values)
@@ -72,11 +104,11 @@ def _float32(who: str, array: NDArray[np.generic]) -> NDArray[np.float32]:
             f"{who}: expected finite numbers that float32 can hold, got {array[index]} in {where}, counted from 0; "
             "remove these rows or fill them in first"
         )
-    _expect_resolution(who, array, values)
+    _expect_resolution(who, array, values, layout)
     return values
 
 
-def _expect_resolution(who: str, array: NDArray[np.generic], values: NDArray[np.float32]) -> None:
+def _expect_resolution(who: str, array: NDArray[np.generic], values: NDArray[np.float32], layout: TableLayout | None) -> None:
     """Raises ValueError if float32 is too coarse for a column: 1e8 ± 1 would be rounded to a handful of values."""
     if array.ndim != 2 or array.dtype.itemsize <= 4:
         return
@@ -84,7 +116,8 @@ def _expect_resolution(who: str, array: NDArray[np.generic], values: NDArray[np.
         wide = array[:, column].astype(np.float64)
         lost, spread = np.abs(wide - values[:, column]).max(), wide.std()
         if lost > 1e-3 * spread > 0:
+            name = layout.label(column) if layout and layout.names else f"column {column} (counted from 0)"
             raise ValueError(
-                f"{who}: expected columns whose values float32 can resolve, got column {column} (counted from 0), around "
+                f"{who}: expected columns whose values float32 can resolve, got {name}, around "
                 f"{wide.mean():g} with a standard deviation of {spread:.2g}; subtract a constant from it first"
             )

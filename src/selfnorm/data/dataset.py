@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from selfnorm.data.layout import TableLayout
+
 SPLIT_SEED = 0
 LARGE_PART_BYTES = 1 << 26  # hashing this much takes a tenth of a second
 
@@ -35,6 +37,7 @@ class Dataset:
 
     levels:   the number of grey levels, 0 … levels − 1, of integer data; None for real numbers.
     columns:  a table's column names, if its file has them.
+    table:    how the columns of a table were understood; None for data that are no table.
     """
 
     name: str
@@ -43,6 +46,7 @@ class Dataset:
     test: Tensor
     levels: int | None = None
     columns: tuple[str, ...] = ()
+    table: TableLayout | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

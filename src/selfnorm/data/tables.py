@@ -1,131 +1,135 @@
-"""Reads tables of numbers from .csv, .tsv and .parquet files; errors name the line and column of a bad cell."""
+"""Opens tables: text files, Parquet files and arrays. What their columns mean is decided in `data/layout.py`."""
 
 from __future__ import annotations
 
-import csv
-from itertools import chain
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from selfnorm.data.delimited import FLOAT32_MAX, DelimitedFile
 from selfnorm.data.locate import require_module
+from selfnorm.data.safe_files import expect_fits_memory, expect_regular
 
-FLOAT32_MAX = float(np.finfo(np.float32).max)
-
-
-def read_csv(path: Path) -> tuple[NDArray[np.float64], tuple[str, ...]]:
-    """Returns the numbers, and the column names if the first line contains no number. Separators: comma, semicolon, tab."""
-    try:
-        separator = _separator(path)
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            first = next((row for row in csv.reader(file, delimiter=separator) if row), [])
-            header = tuple(cell.strip() for cell in first) if _is_header(first) else ()
-            start = next((line for line in file if line.strip()), "") if header else separator.join(first)
-            if not start:
-                raise ValueError(f"{path}: expected at least one row of numbers, got none")
-            values = _parse(chain([start], file), separator)
-        if isinstance(values, ValueError) or not _fits_float32(values) or (header and len(header) != values.shape[1]):
-            raise _first_error(path, separator, str(values))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path}: expected UTF-8 text with separated numbers, got other bytes ({error})") from error
-    return values, header
+TEXT_SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
+TABLE_SUFFIXES = (*TEXT_SUFFIXES, ".parquet")
 
 
-def read_parquet(path: Path) -> tuple[NDArray[np.float64], tuple[str, ...]]:
-    """Returns the numbers and the column names; needs pyarrow, the `parquet` extra."""
-    arrow = require_module("pyarrow", str(path), "selfnorm[parquet]")
-    parquet = require_module("pyarrow.parquet", str(path), "selfnorm[parquet]")
-    try:
-        table = parquet.read_table(path)
-    except (arrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: expected a Parquet file, got one that cannot be read ({error})") from error
-    values = np.empty((table.num_rows, table.num_columns), np.float64)
-    for index, (name, column) in enumerate(zip(table.column_names, table.columns, strict=True)):
-        kind = column.type
-        if not any(is_kind(kind) for is_kind in (arrow.types.is_integer, arrow.types.is_floating, arrow.types.is_boolean)):
-            raise ValueError(f"{path}: expected columns of numbers, got {kind} in column {name!r}; remove that column")
-        numbers = column.to_numpy()
+class Table(Protocol):
+    """A table whose columns can be read by position, counted from 0.
+
+    names:           of all columns, empty if the file has none.
+    text_columns:    the positions of columns that hold text.
+    decimal_commas:  whether the numbers that were read had decimal commas.
+    """
+
+    names: tuple[str, ...]
+    width: int
+    text_columns: tuple[int, ...]
+    decimal_commas: bool
+
+    def numbers(self, positions: Sequence[int]) -> NDArray[Any]:
+        """Returns the numbers of some columns, (N, columns); raises ValueError that says where there is none."""
+
+    def texts(self, position: int) -> list[str]:
+        """Returns the cells of a column as text."""
+
+
+def open_table(path: Path, header: bool | None = None, numeric_names: bool = True, expected: Collection[str] = ()) -> Table:
+    """Returns the table in a file that ends in one of `TABLE_SUFFIXES`; see `DelimitedFile` for the other arguments."""
+    return ParquetFile(path) if path.suffix.lower() == ".parquet" else DelimitedFile(path, header, numeric_names, expected)
+
+
+def is_table(path: Path) -> bool:
+    """Returns whether the name of a file is that of a table, other than an array."""
+    return path.name.lower().endswith(TABLE_SUFFIXES)
+
+
+class ArrayTable:
+    """A two-dimensional array as a table without names."""
+
+    def __init__(self, values: NDArray[Any]) -> None:
+        self.names: tuple[str, ...] = ()
+        self.width = values.shape[1]
+        self.text_columns: tuple[int, ...] = ()
+        self.decimal_commas = False
+        self._values = values
+
+    def numbers(self, positions: Sequence[int]) -> NDArray[Any]:
+        return self._values if list(positions) == list(range(self.width)) else self._values[:, list(positions)]
+
+    def texts(self, position: int) -> list[str]:
+        return [str(value) for value in self._values[:, position].tolist()]
+
+
+class ParquetFile:
+    """A Parquet table; needs pyarrow, the `parquet` extra."""
+
+    def __init__(self, path: Path) -> None:
+        self._arrow = require_module("pyarrow", str(path), "selfnorm[parquet]")
+        self._parquet = require_module("pyarrow.parquet", str(path), "selfnorm[parquet]")
+        expect_regular(path)
+        self.path = path
+        schema, self._rows = self._read(lambda: (self._parquet.read_schema(path), self._parquet.read_metadata(path).num_rows))
+        self.names: tuple[str, ...] = tuple(schema.names)
+        self._types = list(schema.types)
+        self.width = len(self.names)
+        self.decimal_commas = False
+        self.text_columns = tuple(index for index, kind in enumerate(self._types) if self._is_text(kind))
+
+    def numbers(self, positions: Sequence[int]) -> NDArray[np.float64]:
+        expect_fits_memory(self.path, 16 * self._rows * len(positions))  # as stored, and as float64
+        for position in positions:
+            if not self._is_numeric(self._types[position]):
+                raise ValueError(
+                    f"{self.path}: expected columns of numbers, got {self._types[position]} in column {self.names[position]!r}; "
+                    "remove that column, or leave it out with drop"
+                )
+        columns = self._columns(positions)
+        values = np.empty((self._rows, len(positions)), np.float64)
+        for index, (position, column) in enumerate(zip(positions, columns, strict=True)):
+            self._fill(values[:, index], column, f"column {self.names[position]!r}")
+        return values
+
+    def texts(self, position: int) -> list[str]:
+        (column,) = self._columns([position])
+        return ["" if value is None else str(value) for value in column.to_pylist()]
+
+    def _fill(self, values: NDArray[np.float64], column: Any, name: str) -> None:
         if column.null_count:
             row = int(np.argmax(column.is_null().to_numpy()))
             raise ValueError(
-                f"{path}: expected no empty cells, got {column.null_count}, the first in column {name!r}, row {row}, "
-                "counted from 0"
+                f"{self.path}: expected no empty cells, got {column.null_count}, the first in {name}, row {row}, counted from 0"
             )
-        values[:, index] = numbers
-        if not (finite := np.abs(values[:, index]) <= FLOAT32_MAX).all():  # False for NaN too
+        numbers = column.to_numpy()
+        values[:] = numbers
+        if not (finite := np.abs(values) <= FLOAT32_MAX).all():  # False for NaN too
             row = int(finite.argmin())
             raise ValueError(
-                f"{path}: expected finite numbers that float32 can hold, got {numbers[row]} in column {name!r}, row {row}, "
+                f"{self.path}: expected finite numbers that float32 can hold, got {numbers[row]} in {name}, row {row}, "
                 "counted from 0"
             )
-    return values, tuple(table.column_names)
 
+    def _columns(self, positions: Sequence[int]) -> list[Any]:
+        names = [self.names[position] for position in positions]
+        if len(set(self.names)) < self.width:  # then pyarrow cannot read some of them by name
+            table = self._read(lambda: self._parquet.read_table(self.path))
+            return [table.column(position) for position in positions]
+        table = self._read(lambda: self._parquet.read_table(self.path, columns=names))
+        return [table.column(name) for name in names]
 
-def _separator(path: Path) -> str:
-    if path.suffix.lower() == ".tsv":
-        return "\t"
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        line = next((line for line in file if line.strip()), "")
-    # The semicolon comes first: in files that use it, commas may be decimal commas.
-    return next((separator for separator in ";,\t" if separator in line), ",")
+    def _read(self, read: Callable[[], Any]) -> Any:
+        try:
+            return read()
+        except (self._arrow.ArrowException, OSError) as error:
+            raise ValueError(f"{self.path}: expected a Parquet file, got one that cannot be read ({error})") from error
 
+    def _is_numeric(self, kind: Any) -> bool:
+        types = self._arrow.types
+        return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
 
-def _parse(lines: chain[str], separator: str) -> NDArray[np.float64] | ValueError:
-    """Parses the table in C. On failure returns the error, which counts rows, not lines; `_first_error` finds the line."""
-    try:
-        return np.loadtxt(lines, np.float64, comments=None, delimiter=separator, quotechar='"', ndmin=2)
-    except UnicodeDecodeError:
-        raise
-    except ValueError as error:
-        return error
-
-
-def _fits_float32(values: NDArray[np.float64]) -> bool:
-    return bool(values.min() >= -FLOAT32_MAX and values.max() <= FLOAT32_MAX)  # False for NaN too
-
-
-def _is_number(text: str) -> bool:
-    """Returns whether NumPy reads the text as a number; unlike Python, it accepts neither 1_000 nor non-ASCII digits."""
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return text.isascii() and "_" not in text
-
-
-def _is_header(row: list[str]) -> bool:
-    return any(cell.strip() for cell in row) and not any(map(_is_number, row))
-
-
-def _first_error(path: Path, separator: str, otherwise: str) -> ValueError:
-    """Returns the error for the first bad cell or line of the table, found by reading it again, slowly."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = csv.reader(file, delimiter=separator)
-        header: list[str] = []
-        width = 0
-        for row in rows:
-            if not row:
-                continue
-            if not width:
-                width = len(row)
-                if _is_header(row):
-                    header = row
-                    continue
-            where = f"{path}, line {rows.line_num}"
-            if len(row) != width:
-                return ValueError(f"{where}: expected {width} columns, as in the first line, got {len(row)}")
-            for column, text in enumerate(row):
-                if fault := _expected_instead(text):
-                    name = f" ({header[column].strip()})" if header else ""
-                    return ValueError(f"{where}, column {column + 1}{name}: expected {fault}, got {text[:40]!r}")
-    return ValueError(f"{path}: expected a table of numbers, got one that cannot be read ({otherwise})")
-
-
-def _expected_instead(text: str) -> str:
-    """Returns what was expected in place of a bad cell, or an empty text for a good one."""
-    if not text.strip():
-        return "a number in every cell; remove rows with empty cells or fill them in"
-    if not _is_number(text):
-        return "a number, with a decimal point (only a header line may contain text)"
-    return "" if abs(float(text)) <= FLOAT32_MAX else "a finite number that float32 can hold"
+    def _is_text(self, kind: Any) -> bool:
+        types = self._arrow.types
+        return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_dictionary(kind))

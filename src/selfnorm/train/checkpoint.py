@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from selfnorm.bijection import located
+from selfnorm.data.layout import TableLayout
 from selfnorm.flow import Flow
 from selfnorm.objective import Loss
 from selfnorm.runtime.checks import event_shape, positive_int
@@ -34,6 +36,7 @@ class Checkpoint:
     tensors:   under "loss." the weights and the penalty's multipliers, under "adam." the optimiser's moments, under "epoch." the
                metrics of the current epoch's steps.
     progress:  the counters of the training loop, plain numbers; see `RunProgress`.
+    table:     how the columns of a table were understood; None for other data, and from earlier versions.
     """
 
     recipe: Recipe
@@ -43,6 +46,7 @@ class Checkpoint:
     data: str
     tensors: dict[str, Tensor]
     progress: dict[str, Any]
+    table: TableLayout | None = None
 
     def part(self, prefix: str) -> dict[str, Tensor]:
         """Returns the tensors whose names start with a prefix, with the prefix removed."""
@@ -76,6 +80,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         "columns": checkpoint.columns,
         "data": checkpoint.data,
         "progress": checkpoint.progress,
+        "table": checkpoint.table and checkpoint.table.facts(),
     }
     tensors = {name: value.detach().cpu().contiguous() for name, value in checkpoint.tensors.items()}
     with replacing(path) as temporary:
@@ -103,7 +108,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
         levels = None if facts["levels"] is None else positive_int(str(path), "levels", facts["levels"])
         columns = tuple(map(str, facts["columns"]))
         progress = dict(facts["progress"].items())
-        return Checkpoint(from_mapping(facts["recipe"], str(path)), shape, levels, columns, str(facts["data"]), tensors, progress)
+        with located(str(path)):
+            table = TableLayout.of_facts(facts["table"], math.prod(shape)) if facts.get("table") else None
+            if table is not None and table.columns != columns:
+                raise ValueError(f"expected the names {columns} in the layout of the table, got {table.columns}")
+        recipe = from_mapping(facts["recipe"], str(path))
+        return Checkpoint(recipe, shape, levels, columns, str(facts["data"]), tensors, progress, table)
     except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: expected readable checkpoint metadata, got a damaged header ({error})") from None
 

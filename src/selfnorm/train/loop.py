@@ -325,9 +325,8 @@ class Trainer:
         index = self.progress.step % self.batches.steps_per_epoch
         tensors |= {"epoch.metrics": self._metrics[:index]}
         data = self.dataset
-        return Checkpoint(
-            self.recipe, data.shape, data.levels, data.columns, self._fingerprint, detached_copies(tensors), asdict(self.progress)
-        )
+        own, progress = detached_copies(tensors), asdict(self.progress)
+        return Checkpoint(self.recipe, data.shape, data.levels, data.columns, self._fingerprint, own, progress, table=data.table)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         try:

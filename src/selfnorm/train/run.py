@@ -245,7 +245,9 @@ def with_absolute_data_path(recipe: Recipe) -> Recipe:
 
 def dataset_of(recipe: Recipe, on_progress: OnProgress | None = None) -> Dataset:
     """Returns the data set that a recipe names."""
-    return load_dataset(recipe.data.source, recipe.data.folder, levels=recipe.data.levels, on_progress=on_progress)
+    data = recipe.data
+    table: dict[str, Any] = {"header": data.header, "drop": data.drop, "keep": data.keep}
+    return load_dataset(data.source, data.folder, levels=data.levels, **table, on_progress=on_progress)
 
 
 def _finish_run(trainer: Trainer, memory: PeakMemory | None) -> Result:

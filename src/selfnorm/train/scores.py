@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,18 @@ class Scores:
 
     rank:        1 for the least likely row.
     percentile:  percentage of training examples that are less likely than the row; near 0 for an outlier.
+    carried:     columns that identify the rows, by name.
+    differs:     for each row the columns that were constant in the training data and have another value here; None if the run
+                 has no such columns.
+    understood:  what there is to say about how the file was read; usually nothing.
     """
 
     log_likelihood: NDArray[np.float64]
     rank: NDArray[np.int64]
     percentile: NDArray[np.float64]
+    carried: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    differs: Sequence[str] | None = None
+    understood: str = ""
 
     @classmethod
     def of(cls, log_likelihood: NDArray[np.float64], training: NDArray[np.float64]) -> Scores:
@@ -30,9 +38,14 @@ class Scores:
         return cls(log_likelihood, rank, percentile)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns one dict for each row of the file, in the order of the file."""
-        columns = zip(self.log_likelihood.tolist(), self.rank.tolist(), self.percentile.tolist(), strict=True)
-        return [
-            {"row": row, "log_likelihood": value, "rank": rank, "percentile": percentile}
-            for row, (value, rank, percentile) in enumerate(columns)
-        ]
+        """Returns one dict for each row of the file, in the order of the file; first what identifies the row."""
+        own: dict[str, Sequence[Any]] = {
+            "row": range(len(self.rank)),
+            "log_likelihood": self.log_likelihood.tolist(),
+            "rank": self.rank.tolist(),
+            "percentile": self.percentile.tolist(),
+        }
+        if self.differs is not None:
+            own["differs"] = self.differs
+        columns = {f"input_{name}" if name in own else name: texts for name, texts in self.carried.items()} | own
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

@@ -6,16 +6,22 @@ import json
 import tomllib
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from selfnorm.bijection import located
+from selfnorm.data import NAMES
+from selfnorm.data.layout import EVERYTHING
 from selfnorm.train.recipe import FLAT_KEYS, REMOVED, TYPES, Recipe, path_of
 
+TEXTS = tuple[str, ...]
 # What files mean that lack a setting because they are older, if that is not its default: earlier versions trained with the
 # paper's objective.
 OLDER_DEFAULTS = {"objective.inverse_likelihood": True}
+# The same for the user's own tables, of which earlier versions used every column.
+OLDER_TABLE_DEFAULTS = {"data.keep": (EVERYTHING,)}
 
 
 def override(recipe: Recipe, settings: Iterable[str]) -> Recipe:
@@ -57,13 +63,15 @@ def from_mapping(values: Mapping[str, Any], where: str) -> Recipe:
             raise ValueError(f"{where}: expected {path} once, got it twice, the second time as {key}")
         if not _has_type(value, TYPES[path]):
             raise ValueError(f"{where}: expected {path} to be {_spelled(TYPES[path])}, got {value!r}")
-        # TOML and JSON write 1 where a float is meant; a recipe read back must equal the one written.
+        # TOML and JSON write 1 where a float is meant, and have lists only; a recipe read back must equal the one written.
         read[path] = float(value) if type(value) is int and float in _choices(TYPES[path]) else value
+        read[path] = tuple(value) if TYPES[path] == TEXTS else read[path]
     if unknown or "name" not in read:
         wrong = f"unknown {', '.join(sorted(unknown))}" if unknown else "no name"
         raise ValueError(f"{where}: expected a recipe with the settings {', '.join(TYPES)}, got {wrong}")
+    older = OLDER_DEFAULTS if read.get("data.source", NAMES[0]) in NAMES else OLDER_DEFAULTS | OLDER_TABLE_DEFAULTS
     with located(where):
-        return Recipe(read.pop("name")).changed(**(OLDER_DEFAULTS | read))
+        return Recipe(read.pop("name")).changed(**(older | read))
 
 
 def to_toml(recipe: Recipe) -> str:
@@ -97,7 +105,9 @@ def _ungrouped(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
             yield key, value
 
 
-def _toml_value(value: str | bool | float) -> str:
+def _toml_value(value: str | bool | float | tuple[str, ...]) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml_value, value))}]"
     # A JSON string is a TOML string (except for DEL), as are JSON's true and false; numbers keep Python's exact form.
     if isinstance(value, str | bool):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -112,7 +122,10 @@ def _choices(kind: Any) -> tuple[Any, ...]:
 
 def _has_type(value: Any, kind: Any) -> bool:
     for choice in _choices(kind):
-        if get_origin(choice) is Literal:
+        if choice == TEXTS:
+            if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
+                return True
+        elif get_origin(choice) is Literal:
             if value in get_args(choice):
                 return True
         elif choice is float:
@@ -127,6 +140,13 @@ def _parsed(key: str, kind: Any, text: str) -> Any:
     for choice in _choices(kind):
         if choice is NoneType and text.lower() == "none":
             return None
+        if choice == TEXTS and text.startswith("["):
+            with suppress(tomllib.TOMLDecodeError):
+                listed = tomllib.loads(f"listed = {text}")["listed"]
+                if _has_type(listed, TEXTS):
+                    return tuple(listed)
+        elif choice == TEXTS:
+            return (text,) if text else ()
         if choice is bool and text.lower() in ("true", "false"):
             return text.lower() == "true"
         if choice is str or (get_origin(choice) is Literal and text in get_args(choice)):
@@ -140,7 +160,14 @@ def _parsed(key: str, kind: Any, text: str) -> Any:
 
 
 def _spelled(kind: Any) -> str:
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "none"}
+    words: dict[Any, str] = {
+        TEXTS: 'a list of texts, as ["a", "b"]',
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        NoneType: "none",
+    }
     return " or ".join(
         "one of " + ", ".join(get_args(choice)) if get_origin(choice) is Literal else words[choice] for choice in _choices(kind)
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selfnorm.bijection import located
-from selfnorm.data import load_dataset, read_examples
+from selfnorm.data.arrays import _examples
 from selfnorm.data.batches import Examples, generator_for
 from selfnorm.data.dataset import fingerprint
+from selfnorm.data.layout import EVERYTHING, TableLayout
+from selfnorm.data.matching import read_matching
 from selfnorm.evaluate.health import FlowHealth, examine
 from selfnorm.evaluate.likelihood import Likelihood, evaluating, likelihood, mean_log_likelihoods, reference_scores
 from selfnorm.evaluate.sampler import Sampler
@@ -27,6 +29,7 @@ from selfnorm.runtime.precision import Precision
 from selfnorm.runtime.threads import cpu_threads
 from selfnorm.train.checkpoint import Checkpoint, checkpoint_path, read_checkpoint
 from selfnorm.train.folder import RunFolder
+from selfnorm.train.run import dataset_of
 from selfnorm.train.scores import Scores
 from selfnorm.train.watch import MAX_EXAMPLES
 
@@ -54,7 +57,7 @@ class Trained:
     def examples(self, part: str, data_dir: str | None = None) -> Examples:
         """Returns a part of the run's own data: "train", "validation" or "test"."""
         recipe = self.checkpoint.recipe
-        dataset = load_dataset(recipe.data.source, data_dir or recipe.data.folder, levels=recipe.data.levels)
+        dataset = dataset_of(recipe.changed(folder=data_dir or recipe.data.folder))
         self._check_shape(dataset.train, recipe.data.source)
         if fingerprint(dataset) != self.checkpoint.data:
             raise ValueError(f"{recipe.data.source}: expected the data that {self.path} was trained with, got other data there")
@@ -101,10 +104,28 @@ class Trained:
                 done += size
             yield self.flow.sample(n - done, inverse, generator).cpu()
 
-    def score(self, file: Path, samples: int = 1, seed: int = 0) -> Scores:
-        """Returns the exact log-likelihood of each row of a file, and its rank among the training data's."""
-        table, columns = read_examples(file)
-        table = self._unflattened(self._in_order(table, columns, file), file)
+    @property
+    def layout(self) -> TableLayout:
+        """The layout of the training data's table; of a run without one, all columns as they are."""
+        stored = self.checkpoint
+        return stored.table or TableLayout(stored.columns, math.prod(stored.shape))
+
+    def completed(self, samples: Tensor) -> Tensor:
+        """Returns samples of a table with the columns that were constant in the training data; others as they are."""
+        return torch.from_numpy(self.layout.completed(samples.numpy())) if self.layout.constant else samples
+
+    def score(
+        self, file: Path, samples: int = 1, seed: int = 0, *, ids: Sequence[str] = (), constants_count: bool = True
+    ) -> Scores:
+        """Returns the exact log-likelihood of each row of a file, and its rank among the training data's.
+
+        ids:              columns of the file that identify its rows, to be carried along, besides those of text.
+        constants_count:  whether a row that differs in a column that was constant in the training data has likelihood 0, as the
+                          data say; else it has the likelihood of its other columns.
+        """
+        data = self.checkpoint.recipe.data
+        matched = read_matching(file, self.layout, ids, data.header is not False and EVERYTHING not in data.keep)
+        table = self._unflattened(_examples(str(file), matched.values, self.layout), file)
         self._check_shape(table, str(file))
         levels = self.checkpoint.levels
         if levels is not None and int(table.max()) >= levels:
@@ -116,8 +137,11 @@ class Trained:
                 batch_size=self.checkpoint.recipe.evaluation.batch_size,
                 samples=samples,
                 seed=seed,
-            )
-            return Scores.of(found.numpy(), self._training_scores())
+            ).numpy()
+            if matched.differs is not None and constants_count:
+                found[np.array(matched.differs) != ""] = -math.inf
+            scores = Scores.of(found, self._training_scores())
+            return replace(scores, carried=matched.carried, differs=matched.differs, understood=matched.understood)
 
     def _training_scores(self) -> NDArray[np.float64]:
         """Returns the sorted scores of training examples: stored by the run for its best weights, else computed."""
@@ -133,16 +157,6 @@ class Trained:
             self.flow, self.examples("train"), recipe.evaluation.batch_size, recipe.optimiser.seed
         ).numpy()
         return fresh
-
-    def _in_order(self, table: Tensor, columns: tuple[str, ...], file: Path) -> Tensor:
-        """Returns the table with the columns of the training data, in their order; unnamed columns stay as they are."""
-        known = self.checkpoint.columns
-        if not known or not columns or columns == known:
-            return table
-        missing = [name for name in known if name not in columns]
-        if missing:
-            raise ValueError(f"{file}: expected the columns of the training data, {', '.join(known)}, got {', '.join(columns)}")
-        return table[:, [columns.index(name) for name in known]]
 
     def _unflattened(self, table: Tensor, file: Path) -> Tensor:
         """Returns the table as images if it has one column per pixel, the format that `write_samples` uses for .csv."""

@@ -1,0 +1,252 @@
+"""Reads numbers and texts from .csv and .tsv files, plain or compressed; errors name the line and column of a bad cell."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import zlib
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfnorm.data.headers import COMMA_NUMBER, WHOLE, all_quoted, is_header, is_number
+from selfnorm.data.safe_files import expect_fits_memory, expect_regular
+from selfnorm.runtime.memory import available_memory
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+SAMPLE_LINES, SAMPLE_CHARACTERS = 1000, 1 << 20  # by which separator, header and columns of text are judged
+
+
+class DelimitedFile:
+    """A text table that has been looked at, but not read yet. Separators: comma, semicolon, tab.
+
+    header:         whether to read the first line as names; None to decide by the lines.
+    numeric_names:  if False, a line with a number in it is no header, unless it holds the expected names.
+    expected:       names; a first line that holds them all is a header.
+    """
+
+    def __init__(
+        self, path: Path, header: bool | None = None, numeric_names: bool = True, expected: Collection[str] = ()
+    ) -> None:
+        expect_regular(path)
+        expect_fits_memory(path, path.stat().st_size)
+        self.path = path
+        self.decimal_commas = False  # known once the numbers have been read
+        with self._opened() as stream:
+            lines = _first_lines(stream)
+            if not lines:
+                raise ValueError(f"{path}: expected at least one row of numbers, got none")
+            self._separator = "\t" if ".tsv" in path.name.lower()[-7:] else _separator_of(lines)
+            first, *below = _records(lines, self._separator)
+        quoted = len(lines) > 1 and '"' not in lines[1] and all_quoted(lines[0], self._separator)
+        cells = [cell.strip() for cell in first]
+        if header is None:
+            numeric = {cell for cell in cells if is_number(cell, self._commas)}
+            header = bool(expected) and set(expected) <= set(cells)
+            if numeric_names or not numeric:
+                header = header or is_header(first, below, quoted=quoted, commas=self._commas)
+            header = header or (
+                bool(numeric) and numeric <= set(expected) and len(numeric) < len(set(cells))
+            )  # some of them, beside text
+        if header and not below:
+            raise ValueError(f"{path}: expected at least one row of numbers, got none")
+        self.names: tuple[str, ...] = tuple(cells) if header else ()
+        self.width = len(first)
+        rows = [row for row in (below if header else [first, *below]) if len(row) == self.width]
+        if not header and self._separator == "," and self.width == 2 and _may_be_decimals(rows):
+            raise ValueError(
+                f"{path}: expected numbers with decimal points, got lines as {','.join(first)}, where the comma may be a decimal "
+                "comma; write points, or a line of names if these are two columns"
+            )
+        self.text_columns = tuple(
+            index for index, column in enumerate(zip(*rows, strict=True)) if any(map(self._is_text, column))
+        )
+
+    def numbers(self, positions: Sequence[int]) -> NDArray[np.float64]:
+        """Returns the numbers of some columns, (N, columns)."""
+        whole = len(positions) == self.width
+        used = list(positions)
+        for commas in (False, True) if self._commas else (False,):
+            for columns in (None,) if whole else (None, used):  # the others may hold text
+                values = self._parse(columns, commas)
+                if values is None or (columns is not None and not self._has_even_rows()):
+                    continue
+                if columns is None and used != list(range(self.width)):
+                    values = values[:, used]
+                if not _fits_float32(values):
+                    raise self._first_error(positions)
+                self.decimal_commas = commas
+                return values
+        raise self._first_error(positions)
+
+    def texts(self, position: int) -> list[str]:
+        """Returns the cells of a column as they are written."""
+        with self._rows() as rows:
+            return [row[position].strip() for _, row in rows]
+
+    @property
+    def _commas(self) -> bool:
+        """Whether commas may be decimal commas."""
+        return self._separator != ","
+
+    def _is_text(self, cell: str) -> bool:
+        return bool(cell.strip()) and not is_number(cell, self._commas)
+
+    @contextmanager
+    def _opened(self) -> Iterator[TextIO]:
+        """Yields the file, opened as text; errors of its encoding or compression become a ValueError."""
+        try:
+            with self.path.open("rb") as file:
+                if file.read(2) in (b"\xff\xfe", b"\xfe\xff"):
+                    raise ValueError(f"{self.path}: expected UTF-8 text with separated numbers, got UTF-16; save it as UTF-8")
+                file.seek(0)
+                packed = self.path.suffix.lower() == ".gz"
+                stream = io.BufferedReader(_Unpacked(self.path, gzip.GzipFile(fileobj=file))) if packed else file
+                with io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
+                    yield text
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ValueError(f"{self.path}: expected UTF-8 text with separated numbers, got other bytes ({error})") from error
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"{self.path}: expected a whole gzip file, got a damaged one ({error})") from error
+
+    @contextmanager
+    def _rows(self) -> Iterator[Iterator[tuple[int, list[str]]]]:
+        """Yields the rows below the header, each with the number of its last line."""
+        with self._opened() as stream:
+            reader = csv.reader(stream, delimiter=self._separator, skipinitialspace=True)
+            rows = ((reader.line_num, row) for row in reader if row)
+            if self.names:
+                next(rows)
+            yield rows
+
+    def _parse(self, columns: list[int] | None, commas: bool) -> NDArray[np.float64] | None:
+        """Parses the table in C; None if that fails, for `_first_error` to find out where."""
+        with self._opened() as stream:
+            if self.names:
+                reader = csv.reader(stream, delimiter=self._separator)
+                next(row for row in reader if row)
+            lines = self._with_points(stream, columns) if commas else stream
+            try:
+                first = next((line for line in lines if line.strip()), "")
+                values = np.loadtxt(
+                    chain([first], lines), comments=None, delimiter=self._separator, quotechar='"', ndmin=2, usecols=columns
+                )
+            except (UnicodeDecodeError, _TooLargeError):
+                raise
+            except ValueError:
+                return None
+        return values if columns is not None or values.shape[1] == self.width else None
+
+    def _with_points(self, lines: Iterator[str] | TextIO, columns: list[int] | None) -> Iterator[str]:
+        """Yields lines with decimal points in place of commas; a point in a number, for thousands, is an error."""
+        for line in lines:
+            if "." in line:
+                cells = next(csv.reader([line], delimiter=self._separator), [])
+                if any("." in cell for index, cell in enumerate(cells) if columns is None or index in columns):
+                    raise ValueError
+            yield line.replace(",", ".")
+
+    def _has_even_rows(self) -> bool:
+        with self._rows() as rows:
+            return all(len(row) == self.width for _, row in rows)
+
+    def _first_error(self, positions: Sequence[int]) -> ValueError:
+        """Returns the error for the first bad cell or line of the table, found by reading it again, slowly."""
+        needed = set(positions)
+        for commas in (True, False) if self._commas else (False,):
+            with self._rows() as rows:
+                for line, row in rows:
+                    where = f"{self.path}, line {line}"
+                    if len(row) != self.width:
+                        return ValueError(f"{where}: expected {self.width} columns, as in the first line, got {len(row)}")
+                    for column, text in enumerate(row):
+                        if column in needed and (fault := _expected_instead(text, commas)):
+                            name = f" ({self.names[column]})" if self.names else ""
+                            return ValueError(f"{where}, column {column + 1}{name}: expected {fault}, got {text[:40]!r}")
+        return ValueError(f"{self.path}: expected a table of numbers, got one that cannot be read")
+
+
+class _TooLargeError(ValueError):
+    pass
+
+
+class _Unpacked(io.RawIOBase):
+    """Reads a compressed file, up to the size whose numbers, eight bytes for a digit and a separator, fit into memory."""
+
+    def __init__(self, path: Path, stream: gzip.GzipFile) -> None:
+        available = available_memory()
+        self._path, self._stream, self._left = path, stream, None if available is None else available // 4
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        data = self._stream.read(len(buffer))
+        buffer[: len(data)] = data
+        if self._left is not None:
+            self._left -= len(data)
+            if self._left < 0:
+                raise _TooLargeError(f"{self._path}: expected a table that fits into the available memory, got a larger one")
+        return len(data)
+
+
+def _first_lines(stream: TextIO) -> list[str]:
+    """Returns the first lines that are not blank."""
+    lines: list[str] = []
+    characters = 0
+    for line in stream:
+        if line.strip():
+            lines.append(line)
+            characters += len(line)
+            if len(lines) >= SAMPLE_LINES or (len(lines) > 2 and characters > SAMPLE_CHARACTERS):
+                break
+    return lines
+
+
+def _records(lines: Sequence[str], separator: str) -> list[list[str]]:
+    return [row for row in csv.reader(lines, delimiter=separator, skipinitialspace=True) if row]
+
+
+def _separator_of(lines: Sequence[str]) -> str:
+    """Returns the separator with which most of the first lines have as many cells as the first, and most cells are numbers."""
+
+    def fit(separator: str) -> tuple[int, float]:
+        try:
+            first, *below = _records(lines[:100], separator)
+        except csv.Error:  # a line without this separator may be too long for one cell
+            return 0, 0.0
+        even = [row for row in below if len(row) == len(first) > 1]
+        if below and not even:
+            return 0, 0.0
+        cells = [cell for row in [first, *even] for cell in row]
+        return len(even), sum(is_number(cell, commas=separator != ",") for cell in cells) / len(cells)
+
+    return max(",;\t", key=fit)
+
+
+def _may_be_decimals(rows: Sequence[Sequence[str]]) -> bool:
+    """Returns whether rows of two whole numbers look like one number with a decimal comma: 0,05 among them."""
+    return all(WHOLE.fullmatch(whole) and decimals.isdecimal() for whole, decimals in rows) and any(
+        len(decimals) > 1 and decimals[0] == "0" for _, decimals in rows
+    )
+
+
+def _fits_float32(values: NDArray[np.float64]) -> bool:
+    return bool(values.size == 0 or (values.min() >= -FLOAT32_MAX and values.max() <= FLOAT32_MAX))  # False for NaN too
+
+
+def _expected_instead(text: str, commas: bool) -> str:
+    """Returns what was expected in place of a bad cell, or an empty text for a good one."""
+    if not text.strip():
+        return "a number in every cell; remove rows with empty cells or fill them in"
+    if not is_number(text, commas):
+        return "a number, with a decimal point (only a header line may contain text, or a column that is left out with drop)"
+    if commas and COMMA_NUMBER.fullmatch(text.strip()):
+        text = text.replace(",", ".")
+    return "" if abs(float(text)) <= FLOAT32_MAX else "a finite number that float32 can hold"

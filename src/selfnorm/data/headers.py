@@ -1,0 +1,73 @@
+"""Decides whether the first line of a text table names its columns, also where the names are numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+
+WHOLE = re.compile(r"[+-]?[0-9]+")
+COMMA_NUMBER = re.compile(r"[+-]?[0-9]+,[0-9]+([eE][+-]?[0-9]+)?")
+UNNAMED = re.compile(r"(Unnamed: [0-9].*|__index_level_[0-9]+__)?")  # as pandas writes, or reads and writes, an index
+
+
+def is_number(text: str, commas: bool = False) -> bool:
+    """Returns whether NumPy reads the text as a number; unlike Python, it accepts neither 1_000 nor non-ASCII digits.
+
+    commas:  whether 1,5 is a number, too.
+    """
+    if commas and COMMA_NUMBER.fullmatch(text.strip()):
+        return True
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return text.isascii() and "_" not in text
+
+
+def is_unnamed(name: str) -> bool:
+    """Returns whether a column has no name of its own: none at all, or the one that pandas gives to an index."""
+    return UNNAMED.fullmatch(name) is not None
+
+
+def is_header(first: Sequence[str], below: Sequence[Sequence[str]], *, quoted: bool = False, commas: bool = False) -> bool:
+    """Returns whether the first line of a table is its header, judged by the lines below it.
+
+    A line without any number is one, and so is a line of quoted cells above lines without quotes. Numbers are names if they count
+    the columns, as the default names of pandas do, and the values below do not look like a continuation:
+
+    from 0:           three columns or more; fewer only above columns of which each is all whole or all not, and one is not.
+    from elsewhere:   three columns or more, above numbers that are all not whole.
+    beside text:      two numbers or more, if a number is below the text, or as above.
+
+    quoted:  whether every cell of the first line is in quotes and none of the second is.
+    commas:  whether numbers may have decimal commas.
+    """
+    cells = [cell.strip() for cell in first]
+    numeric = [index for index, cell in enumerate(cells) if is_number(cell, commas)]
+    named = [index for index, cell in enumerate(cells) if cell and index not in set(numeric)]
+    if not numeric or quoted:
+        return bool(named or numeric)
+    if not all(WHOLE.fullmatch(cells[index]) for index in numeric):
+        return False
+    counted = [int(cells[index]) for index in numeric if len(cells[index]) < 10]
+    if len(counted) < len(numeric) or any(after != before + 1 for before, after in pairwise(counted)):
+        return False
+    if is_unnamed(cells[0]) and counted[0] in (0, 1):  # no row of numbers has an empty cell
+        return True
+    rows = [row for row in below if len(row) == len(cells)]
+    if not rows:
+        return False
+    if named and len(counted) > 1 and any(is_number(row[index].strip(), commas) for row in rows for index in named):
+        return True
+    kinds = [{WHOLE.fullmatch(row[index].strip()) is not None for row in rows} for index in numeric]
+    if counted[0] == 0:
+        return len(counted) >= 3 or ({False} in kinds and all(len(kind) == 1 for kind in kinds))
+    return len(counted) >= 3 and all(kind == {False} for kind in kinds)
+
+
+def all_quoted(line: str, separator: str) -> bool:
+    """Returns whether every cell of a line is in quotes."""
+    line = line.strip(" \r\n")
+    cells = line.split(separator)
+    return all(len(cell.strip(" ")) > 1 and cell.strip(" ")[0] == cell.strip(" ")[-1] == '"' for cell in cells)

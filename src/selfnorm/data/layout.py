@@ -1,0 +1,244 @@
+"""`TableLayout`: how the columns of a table were understood, and what of it a run stores."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfnorm.data.headers import is_unnamed
+from selfnorm.data.tables import Table
+from selfnorm.runtime.checks import did_you_mean
+
+EVERYTHING = "*"  # in `keep`: every column, and every line with a number in it
+MOST_NAMED = 5  # columns in a message
+BLOCK_VALUES = 1 << 24  # to sort at once
+COUNTS, DROPPED = "counts the rows", "dropped"  # reasons to leave out a column
+
+
+@dataclass(frozen=True)
+class TableLayout:
+    """How the columns of a table were understood. Positions count from 0.
+
+    names:     of all columns; empty for a table without a header.
+    width:     the number of all columns.
+    left_out:  the positions of columns that are no data, with the reason.
+    constant:  the positions of columns that have one value in all rows, with that value; left out as well.
+    notes:     what else there is to say about the file; not stored.
+    """
+
+    names: tuple[str, ...]
+    width: int
+    left_out: tuple[tuple[int, str], ...] = ()
+    constant: tuple[tuple[int, float], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def used(self) -> tuple[int, ...]:
+        """The positions of the columns that are data."""
+        others = {position for position, _ in (*self.left_out, *self.constant)}
+        return tuple(position for position in range(self.width) if position not in others)
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The positions of the columns that samples have: those that are data, and the constant ones."""
+        return tuple(sorted((*self.used, *(position for position, _ in self.constant))))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the columns that are data."""
+        return self.names_of(self.used)
+
+    def names_of(self, positions: Iterable[int]) -> tuple[str, ...]:
+        """Returns the names at some positions, if there are names."""
+        return tuple(self.names[position] for position in positions) if self.names else ()
+
+    def label(self, index: int) -> str:
+        """Returns what a message calls a column of the data, counted from 0 among those that are used."""
+        return self._label(self.used[index])
+
+    def labels(self, positions: Sequence[int]) -> str:
+        """Returns what a message calls columns at some positions, with the number of those that it does not list."""
+        more = f" and {len(positions) - MOST_NAMED} more" if len(positions) > MOST_NAMED else ""
+        if not self.names:
+            return _plural(positions) + ", ".join(str(position + 1) for position in positions[:MOST_NAMED]) + more
+        if len(positions) == 1:
+            return self._label(positions[0])
+        return _plural(positions) + ", ".join(self._name(position) for position in positions[:MOST_NAMED]) + more
+
+    def completed(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Returns rows of the data (N, used) with the constant columns inserted, (N, written)."""
+        if not self.constant:
+            return values
+        whole = np.empty((len(values), self.width), values.dtype)
+        whole[:, list(self.used)] = values
+        for position, value in self.constant:
+            whole[:, position] = value
+        return whole[:, list(self.written)]
+
+    def describe(self) -> str:
+        """Returns one line that says how the table was understood."""
+        count = len(self.used)
+        parts = [f"header: {'yes' if self.names else 'no'}, {count} column{'s' if count != 1 else ''}"]
+        for reason in (COUNTS, DROPPED):
+            if positions := [position for position, why in self.left_out if why == reason]:
+                verb = reason if len(positions) == 1 else reason.replace("counts", "count")
+                parts.append(f"{self.labels(positions)} {verb}: left out")
+        if len(self.constant) == 1:
+            ((position, value),) = self.constant
+            parts.append(f"{self._label(position)} is {value:g} in all rows: left out")
+        elif self.constant:
+            parts.append(f"{self.labels([position for position, _ in self.constant])} have the same value in all rows: left out")
+        return "; ".join([*parts, *self.notes])
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what a checkpoint stores, as JSON can hold it."""
+        return {"names": self.names, "width": self.width, "left_out": self.left_out, "constant": self.constant}
+
+    @classmethod
+    def of_facts(cls, stored: dict[str, Any], used: int) -> TableLayout:
+        """Inverse of `facts`; raises ValueError if they are damaged, contradict each other, or do not leave `used` columns."""
+        try:
+            layout = cls(
+                tuple(map(str, stored["names"])),
+                int(stored["width"]),
+                tuple((int(position), str(reason)) for position, reason in stored["left_out"]),
+                tuple((int(position), float(value)) for position, value in stored["constant"]),
+            )
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"expected the layout of a table, got a damaged one ({error})") from None
+        others = [position for position, _ in (*layout.left_out, *layout.constant)]
+        if len(set(others)) < len(others) or not all(0 <= position < layout.width for position in others):
+            raise ValueError(f"expected distinct columns below {layout.width} in the layout of the table, got {others}")
+        if layout.width - len(others) != used:
+            raise ValueError(f"expected {used} columns of data in the layout of the table, got {layout.width - len(others)}")
+        if layout.names and len(layout.names) != layout.width:
+            raise ValueError(f"expected {layout.width} names in the layout of the table, got {len(layout.names)}")
+        return layout
+
+    def _label(self, position: int) -> str:
+        if not self.names:
+            return f"column {position + 1}"
+        return f"unnamed column {position + 1}" if is_unnamed(self.names[position]) else f"column {self.names[position]!r}"
+
+    def _name(self, position: int) -> str:
+        return repr(self.names[position]) if self.names[position] else str(position + 1)
+
+
+def understand(
+    who: str, table: Table, drop: Collection[str] = (), keep: Collection[str] = ()
+) -> tuple[NDArray[Any], TableLayout]:
+    """Returns the numbers of a table, (N, used), and its layout.
+
+    drop:  columns to leave out, each by its name, or by its number, from 1, if it has none.
+    keep:  columns to keep that would be left out: those without a name that count the rows.
+    """
+    layout = TableLayout(table.names, table.width)
+    dropped, kept = (
+        {position for name in names if name != EVERYTHING for position in _positions_of(who, layout, option, name)}
+        for option, names in (("drop", drop), ("keep", keep))
+    )
+    if both := kept & dropped:
+        raise ValueError(f"{who}: expected each column in drop or in keep, got {layout.labels(sorted(both))} in both")
+    layout = replace(layout, left_out=tuple((position, DROPPED) for position in sorted(dropped)))
+    if dropped and not layout.used:
+        raise ValueError(f"{who}: expected at least one column to use, got none: all of them are dropped")
+    values = table.numbers(layout.used)
+    notes = ["decimal commas"] if table.decimal_commas else []
+    if len(values) and EVERYTHING not in keep:
+        place = {position: at for at, position in enumerate(layout.used)}
+        index = {each for each in _unnamed_first(layout) if each not in kept and _numbers_rows(values[:, place[each]])}
+        if 0 < len(index) < len(place):
+            values = values[:, [at for position, at in place.items() if position not in index]]
+            layout = replace(layout, left_out=tuple(sorted([*layout.left_out, *((each, COUNTS) for each in index)])))
+        if counting := [layout.used[at] for at in _counting(values) if layout.used[at] not in kept]:
+            verbs = "counts the rows and is" if len(counting) == 1 else "count the rows and are"
+            notes.append(f"{layout.labels(counting)} {verbs} kept: drop what is no measurement")
+    twice = [name for name, times in Counter(layout.columns).items() if times > 1]
+    if twice:
+        raise ValueError(
+            f"{who}: expected distinct column names, got {', '.join(map(repr, sorted(twice)))} more than once; rename them"
+        )
+    return values, replace(layout, notes=tuple(notes))
+
+
+def without_constants(
+    who: str, values: NDArray[Any], layout: TableLayout, keep: Collection[str] = ()
+) -> tuple[NDArray[Any], TableLayout]:
+    """Returns the numbers without the columns that have one value in all rows, and the layout that says so."""
+    if EVERYTHING in keep:
+        return values, layout
+    kept = {position for name in keep for position in _positions_of(who, layout, "keep", name)}
+    used = layout.used
+    found = {used[at]: value for at, value in constant_columns(values).items() if used[at] not in kept}
+    if not found:
+        return values, layout
+    if len(found) == len(used):
+        raise ValueError(f"{who}: expected columns that vary, got only constant ones: all {len(values)} rows are the same")
+    return values[:, [at for at, position in enumerate(used) if position not in found]], replace(
+        layout, constant=tuple(found.items())
+    )
+
+
+def constant_columns(values: NDArray[Any]) -> dict[int, float]:
+    """Returns the columns of a table (N, D) that have one value in all rows, with that value."""
+    few = np.flatnonzero((values[:3] == values[:1]).all(0))  # a look at three rows spares most of a large table
+    constant = few[(values[:, few] == values[:1, few]).all(0)]
+    return {int(index): float(values[0, index]) for index in constant}
+
+
+def discrete_columns(values: NDArray[Any]) -> dict[int, int]:
+    """Returns the columns of a table (N, D) that take fewer different values than a twentieth of the rows, and how many."""
+    found: dict[int, int] = {}
+    block = max(1, BLOCK_VALUES // max(1, len(values)))
+    for start in range(0, values.shape[1] if len(values) >= 50 else 0, block):
+        ordered = np.sort(values[:, start : start + block], axis=0)
+        different = 1 + (ordered[1:] != ordered[:-1]).sum(0)
+        found |= {start + int(index): int(different[index]) for index in np.flatnonzero(different < 0.05 * len(values))}
+    return found
+
+
+def _counting(values: NDArray[Any]) -> list[int]:
+    """Returns the columns that grow by one from row to row."""
+    if len(values) < 3:
+        return []
+    start = values[:3].astype(np.float64)
+    few = np.flatnonzero((np.diff(start, axis=0) == 1).all(0) & (start[0] == np.floor(start[0])))
+    return [int(index) for index in few if (np.diff(values[:, index].astype(np.float64)) == 1).all()]
+
+
+def _numbers_rows(column: NDArray[Any]) -> bool:
+    """Returns whether a column holds different whole numbers, as an index does, also one of filtered or shuffled rows."""
+    return bool((column == np.floor(column)).all() and len(np.unique(column)) == len(column))
+
+
+def _unnamed_first(layout: TableLayout) -> list[int]:
+    """Returns the used columns without a name of their own that are before all others or come from an index."""
+    found: list[int] = []
+    before = True
+    for position in layout.used if layout.names else ():
+        name = layout.names[position]
+        before = before and is_unnamed(name)
+        if before or (name.startswith("__index_level_") and is_unnamed(name)):
+            found.append(position)
+    return found
+
+
+def _positions_of(who: str, layout: TableLayout, option: str, name: str) -> list[int]:
+    """Returns the positions of the columns of that name, or of the column without a name that has this number."""
+    if found := [position for position, known in enumerate(layout.names) if known == name]:
+        return found
+    number = int(name) - 1 if name.isascii() and name.isdecimal() and len(name) < 10 else -1
+    if 0 <= number < layout.width and (not layout.names or is_unnamed(layout.names[number])):
+        return [number]
+    known = ", ".join(map(repr, layout.names[:20])) if layout.names else f"a number from 1 to {layout.width} without a header"
+    raise ValueError(f"{who}: expected {option} to name a column, {known}, got {name!r}{did_you_mean(name, layout.names)}")
+
+
+def _plural(positions: Sequence[int]) -> str:
+    return "column " if len(positions) == 1 else "columns "

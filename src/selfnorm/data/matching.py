@@ -1,0 +1,146 @@
+"""Reads a file to be scored: its columns are matched with those of the training data, and what identifies its rows is kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfnorm.data.arrays import is_image_path, open_examples
+from selfnorm.data.images import image_files
+from selfnorm.data.layout import TableLayout
+from selfnorm.data.tables import ArrayTable, Table
+
+MOST_LISTED = 20  # columns in a message
+
+
+@dataclass(frozen=True)
+class MatchedRows:
+    """The rows of a file in the order of the file.
+
+    values:      of the columns that the run was trained on, in their order, (N, used); images, (N, C, H, W).
+    carried:     columns that only identify the rows, by name.
+    differs:     for each row the names of the columns that were constant in the training data and have another value here; None
+                 if there is no such column.
+    understood:  what there is to say about how the columns were matched; usually nothing.
+    """
+
+    values: NDArray[Any]
+    carried: dict[str, list[str]] = field(default_factory=dict)
+    differs: list[str] | None = None
+    understood: str = ""
+
+
+def read_matching(path: Path, layout: TableLayout, ids: Sequence[str] = (), numeric_names: bool = True) -> MatchedRows:
+    """Returns the rows of a file for a run whose training data had this layout.
+
+    Columns are matched by name where both have names, else by position. A file without the columns that the layout leaves out
+    will do as well. The columns `ids`, and columns of text, are carried along; all others are ignored.
+
+    numeric_names:  if False, a line with a number in it is no header, unless it holds the names of the training data.
+    """
+    if is_image_path(path):
+        if ids:
+            raise ValueError(f"{path}: expected a table for --id, got images; their file names identify them")
+        files = [str(file.relative_to(path)) for file in image_files(path)] if path.is_dir() else [path.name]
+        images = open_examples(path)
+        assert isinstance(images, np.ndarray)
+        return MatchedRows(images, {"file": files})
+    table = open_examples(path, numeric_names=numeric_names, expected=layout.columns)
+    if isinstance(table, np.ndarray):
+        if ids:
+            raise ValueError(f"{path}: expected a table for --id, got an array of shape {table.shape}")
+        return MatchedRows(table)
+    return _matched(path, table, layout, ids)
+
+
+def _matched(path: Path, table: Table, layout: TableLayout, ids: Sequence[str]) -> MatchedRows:
+    by_name = bool(table.names and layout.names) and not (
+        all(map(str.isdigit, table.names)) and not any(map(str.isdigit, layout.names))  # only numbers, as pandas gives them
+    )
+    places = _places_by_name(path, table, layout) if by_name else _places_by_position(table, layout)
+    if not places:  # too many columns or too few, as the caller will say
+        return MatchedRows(table.numbers(range(table.width)))
+    used = [places[position] for position in layout.used if position in places]
+    constant = [(position, value) for position, value in layout.constant if position in places]
+    needed = [*used, *(places[position] for position, _ in constant)]
+    numbers = table.numbers(needed)
+    carried = {_name_of_id(path, table, name): table.texts(_position_of_id(path, table, name)) for name in ids}
+    for position in table.text_columns if table.names else ():
+        if position not in needed:
+            carried.setdefault(table.names[position], table.texts(position))
+    differs = None
+    if constant:
+        differs = [""] * len(numbers)
+        for (position, value), found in zip(constant, numbers[:, len(used) :].T, strict=True):
+            # To the precision of float32, since samples are written with it.
+            for row in np.flatnonzero(found.astype(np.float32) != np.float32(value)):
+                name = layout.names[position] if layout.names else str(position + 1)
+                differs[row] += f", {name}" if differs[row] else name
+    values = numbers[:, : len(used)] if constant else numbers
+    return MatchedRows(values, carried, differs, _say(table, layout, by_name, places, set(needed), set(carried)))
+
+
+def _places_by_name(path: Path, table: Table, layout: TableLayout) -> dict[int, int]:
+    """Returns where in the file each column of the layout is, as far as it is needed."""
+    where = {name: place for place, name in enumerate(table.names)}
+    missing = [position for position in layout.used if layout.names[position] not in where]
+    if missing:
+        raise ValueError(
+            f"{path}: expected the columns of the training data, {_list(layout.columns)}, got {_list(table.names)}, without "
+            f"{_list([repr(layout.names[position]) for position in missing])}"
+        )
+    places = {position: where[layout.names[position]] for position in layout.written if layout.names[position] in where}
+    times = Counter(table.names)
+    if twice := [layout.names[position] for position in places if times[layout.names[position]] > 1]:
+        raise ValueError(f"{path}: expected each column once, got {', '.join(map(repr, twice))} more than once; rename them")
+    return places
+
+
+def _places_by_position(table: Table, layout: TableLayout) -> dict[int, int]:
+    """Returns the same for a file without names: it has all columns, or those of samples, or only the data.
+
+    Empty if it has another number of columns.
+    """
+    choices = (tuple(range(layout.width)), layout.written, layout.used)
+    present = next((positions for positions in choices if len(positions) == table.width), None)
+    wanted = set(layout.written)
+    return {position: place for place, position in enumerate(present or ()) if position in wanted}
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names[:MOST_LISTED]) + (f", … ({len(names)} in all)" if len(names) > MOST_LISTED else "")
+
+
+def _position_of_id(path: Path, table: Table, name: str) -> int:
+    if name in table.names:
+        return table.names.index(name)
+    if not table.names and name.isdecimal() and 0 < int(name) <= table.width:
+        return int(name) - 1
+    known = _list([repr(each) for each in table.names]) if table.names else f"a number from 1 to {table.width}"
+    raise ValueError(f"{path}: expected --id to name a column, {known}, got {name!r}")
+
+
+def _name_of_id(path: Path, table: Table, name: str) -> str:
+    return name if table.names else f"column {_position_of_id(path, table, name) + 1}"
+
+
+def _say(table: Table, layout: TableLayout, by_name: bool, places: dict[int, int], needed: set[int], carried: set[str]) -> str:
+    parts = []
+    if not by_name and layout.names and not isinstance(table, ArrayTable):  # arrays never have names
+        parts.append("columns matched by position, not by name")
+    if by_name:
+        extra = [name for place, name in enumerate(table.names) if place not in needed and name not in carried]
+        left_out = {layout.names[position] for position, _ in layout.left_out}
+        if extra := [name for name in extra if name not in left_out]:
+            parts.append(f"ignored: {_list([repr(name) for name in extra])}")
+        if absent := [position for position, _ in layout.constant if position not in places]:
+            parts.append(f"constant in the training data and not in this file: {layout.labels(absent)}")
+    if table.decimal_commas:
+        parts.append("decimal commas")
+    return "; ".join(parts)

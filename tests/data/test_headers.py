@@ -1,0 +1,147 @@
+"""Whether the first line of a table is its header: texts in the format of pandas' `to_csv`, of R, NumPy and by hand."""
+
+import numpy as np
+import pytest
+
+from selfnorm.data import load_dataset, read_examples
+from selfnorm.data.arrays import read_values
+from support.slow_tables import read_slowly
+
+random = np.random.default_rng(0)
+FLOATS = random.normal(size=(12, 4))
+WHOLE = random.integers(0, 50, size=(12, 4))
+
+
+def frame(values, names, index=None, quote="", index_name=""):
+    """Returns the text that `DataFrame(values, columns=names).to_csv(index=…)` makes."""
+    names = [f"{quote}{name}{quote}" for name in names]
+    header = ",".join(names if index is None else [index_name, *names])
+    rows = [[*([] if index is None else [index[row]]), *cells] for row, cells in enumerate(values.tolist())]
+    return "\n".join([header, *(",".join(map(repr, row)).replace("'", "") for row in rows)]) + "\n"
+
+
+def write(tmp_path, text, name="table.csv"):
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 4])
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("values", [FLOATS, WHOLE], ids=["floats", "whole"])
+def test_default_names_of_pandas(tmp_path, columns, indexed, values):
+    values = values[:, :columns]
+    path = write(tmp_path, frame(values, range(columns), range(len(values)) if indexed else None))
+    examples, names = read_examples(path)
+    if values.dtype.kind == "i" and columns < 3 and not indexed:
+        # Nothing tells 0,1 above whole numbers from a row of them; then --header decides.
+        assert names == () and len(examples) == 13
+        examples, names = read_examples(path, header=True)
+    assert names == tuple(map(str, range(columns)))
+    np.testing.assert_array_equal(examples, values.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        # Numbers as names.
+        ('"0","1"\n3,4\n5,6\n', ("0", "1")),
+        ('"2019","2020"\n3,4\n5,6\n', ("2019", "2020")),
+        ("2019,2020,2021\n0.5,0.25,1.5\n0.75,0.1,2.5\n", ("2019", "2020", "2021")),
+        ("1,2,3\n0.5,0.25,1.5\n0.75,0.1,2.5\n", ("1", "2", "3")),
+        ("0,1\n5,0.25\n7,0.1\n", ("0", "1")),
+        ("0;1\n0,5;0,25\n0,75;0,1\n", ("0", "1")),
+        ("target,0,1\n1,0.5,0.25\n0,0.75,0.5\n", ("target", "0", "1")),
+        ("label,1,2,3\n1,4,5,6\n0,7,8,9\n", ("label", "1", "2", "3")),
+        ("0,k\n0.5,1\n1.5,2\n", ("0", "k")),
+        ("0,1,2\n0.5,1e-05,-3.0\n1.5,2.5,3.5\n", ("0", "1", "2")),
+        # Data: what is left of the table then.
+        ("1,2\n3,-4.5\n", ()),
+        ("1,2,3\n4,5,6\n7,8,9\n", ()),
+        ("0,1\n3,4\n5,6\n", ()),
+        ("0,1\n0.5,0.866\n1,0\n", ()),
+        ("0.0,1.0,2.0\n0.5,0.25,1.5\n", ()),
+        ("3,1,2\n0.5,0.25,1.5\n", ()),
+        ("2019,2020,2021\n4,0.25,1.5\n", ()),
+        ("0,1,2\n", ()),
+        ('"1","2"\n"3","4"\n', ()),
+        ("0\n0.5\n1\n1.5\n", ()),
+    ],
+)
+def test_numbers_in_the_first_line(tmp_path, text, names):
+    path = write(tmp_path, text)
+    examples, found = read_examples(path)
+    assert found == names
+    separator = ";" if ";" in text else ","
+    _, rows = read_slowly(path, separator, header=bool(names), decimal="," if separator == ";" else ".")
+    np.testing.assert_array_equal(examples, np.array(rows, np.float32))
+
+
+def test_the_decision_can_be_overruled(tmp_path):
+    path = write(tmp_path, "0,1,2\n3,4,5\n6,7,9\n")
+    assert read_examples(path)[1] == ("0", "1", "2")
+    assert read_examples(path, header=False)[0].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 9]]
+    assert read_examples(path, keep=["*"])[0].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 9]]
+    path = write(tmp_path, "a,5\n1,2\n3,4\n")
+    with pytest.raises(ValueError, match="line 1, column 1: expected a number"):
+        read_examples(path)
+    assert read_examples(path, header=True)[1] == ("a", "5")
+    np.save(tmp_path / "array.npy", FLOATS)
+    with pytest.raises(ValueError, match="expected no header option, got header=True; only text files"):
+        read_examples(tmp_path / "array.npy", header=True)
+
+
+INDICES = {"from 0": range(12), "from 1": range(1, 13), "filtered": [0, 2, 3, 5, 8, 9, 12, 20, 21, 22, 30, 31], "shuffled": [
+    int(row) for row in random.permutation(12)
+]}  # fmt: skip
+
+
+@pytest.mark.parametrize("index", INDICES)
+@pytest.mark.parametrize("index_name", ["", "Unnamed: 0"])
+@pytest.mark.parametrize("names", [("a", "b", "c", "d"), range(4)])
+def test_an_index_without_a_name_is_left_out(tmp_path, index, index_name, names):
+    path = write(tmp_path, frame(FLOATS, names, INDICES[index], index_name=index_name))
+    dataset = load_dataset(str(path))
+    assert dataset.columns == tuple(map(str, names))
+    assert dataset.table.describe() == "header: yes, 4 columns; unnamed column 1 counts the rows: left out"
+    kept = load_dataset(str(path), keep=[index_name])
+    assert kept.columns == (index_name, *map(str, names))
+    assert kept.table.describe() == "header: yes, 5 columns"
+
+
+def test_a_file_saved_twice_has_two_indices(tmp_path):
+    values = np.column_stack([np.arange(12), FLOATS[:, :2]])
+    rows = "".join(f"{row},{row},{a!r},{b!r}\n" for row, (_, a, b) in enumerate(values.tolist()))
+    values, layout = read_values(write(tmp_path, ",Unnamed: 0,a,b\n" + rows))
+    np.testing.assert_array_equal(values, FLOATS[:, :2])
+    assert layout.describe() == "header: yes, 2 columns; columns 1, 'Unnamed: 0' count the rows: left out"
+
+
+@pytest.mark.parametrize("start", [0, 1, 1000])
+def test_a_column_with_a_name_that_counts_is_kept_with_a_note(tmp_path, start):
+    values = np.column_stack([FLOATS[:, 0], np.arange(start, start + 12)])
+    path = tmp_path / "table.csv"
+    np.savetxt(path, values, delimiter=",", header="a,id", comments="")
+    dataset = load_dataset(str(path))
+    assert dataset.columns == ("a", "id")
+    assert dataset.table.describe() == (
+        "header: yes, 2 columns; column 'id' counts the rows and is kept: drop what is no measurement"
+    )
+    assert load_dataset(str(path), keep=["id"]).table.describe() == "header: yes, 2 columns"
+    assert load_dataset(str(path), drop=["id"]).columns == ("a",)
+    np.savetxt(path, values, delimiter=",")
+    assert "; column 2 counts the rows and is kept" in load_dataset(str(path)).table.describe()
+
+
+def test_an_unnamed_column_of_measurements_is_kept(tmp_path):
+    path = write(tmp_path, frame(FLOATS, ["a", "b", "c", "d"], FLOATS[:, 0].tolist()))
+    assert load_dataset(str(path)).columns == ("", "a", "b", "c", "d")
+
+
+def test_a_parquet_index_is_left_out(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    columns = {"a": FLOATS[:, 0], "b": FLOATS[:, 1], "__index_level_0__": np.arange(12)}
+    pytest.importorskip("pyarrow.parquet").write_table(arrow.table(columns), tmp_path / "table.parquet")
+    dataset = load_dataset(str(tmp_path / "table.parquet"))
+    assert dataset.columns == ("a", "b")
+    assert dataset.table.describe() == "header: yes, 2 columns; unnamed column 3 counts the rows: left out"

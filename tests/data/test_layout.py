@@ -1,0 +1,185 @@
+"""Which columns of a table are data, which are left out, and what a run keeps of that."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from selfnorm.data import load_dataset
+from selfnorm.data.layout import TableLayout, constant_columns, discrete_columns
+from selfnorm.data.matching import read_matching
+
+random = np.random.default_rng(2)
+VALUES = random.normal(size=(40, 2))
+LAYOUT = TableLayout(("", "a", "k", "b", "note"), 5, ((0, "counts the rows"), (4, "dropped")), ((2, 7.5),))
+
+
+def write(path, header, *columns):
+    """Writes columns of numbers or text as CSV."""
+    rows = [header, *(",".join(map(str, row)) for row in zip(*columns, strict=True))]
+    path.write_text("\n".join(rows) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("ending", ["csv", "npy", "parquet"])
+def test_constant_columns_are_left_out(tmp_path, ending):
+    table = np.column_stack([VALUES[:, 0], np.full(40, 2.5), VALUES[:, 1], np.full(40, -1.0)])
+    path = tmp_path / f"table.{ending}"
+    if ending == "csv":
+        np.savetxt(path, table, delimiter=",", header="a,k,b,m", comments="")
+    elif ending == "npy":
+        np.save(path, table)
+    else:
+        arrow = pytest.importorskip("pyarrow")
+        columns = dict(zip("akbm", table.T, strict=True))
+        pytest.importorskip("pyarrow.parquet").write_table(arrow.table(columns), path)
+    dataset = load_dataset(str(path))
+    everything = np.concatenate([dataset.train, dataset.validation, dataset.test])
+    assert sorted(everything.tolist()) == sorted(VALUES.astype(np.float32).tolist())
+    assert dataset.table.constant == ((1, 2.5), (3, -1.0))
+    named = ending != "npy"
+    assert dataset.columns == (("a", "b") if named else ())
+    names = "columns 'k', 'm'" if named else "columns 2, 4"
+    assert dataset.table.describe().endswith(f"2 columns; {names} have the same value in all rows: left out")
+    with pytest.raises(ValueError, match=rf"the same value in all 32 training rows of column {'.k.' if named else 2}; .*drop"):
+        load_dataset(str(path), keep=["k" if named else "2"])
+    assert load_dataset(str(path), drop=["k" if named else "2"]).table.constant == ((3, -1.0),)
+
+
+def test_a_table_of_constants_alone(tmp_path):
+    path = write(tmp_path / "table.csv", "a,b", [1] * 9, [2] * 9)
+    with pytest.raises(
+        ValueError, match=r"table\.csv: expected columns that vary, got only constant ones: all 9 rows are the same"
+    ):
+        load_dataset(str(path))
+
+
+def test_constant_columns_against_a_loop():
+    table = random.integers(0, 2, size=(3, 200)).astype(np.float64)
+    assert constant_columns(table) == {
+        index: column[0] for index, column in enumerate(table.T.tolist()) if all(value == column[0] for value in column)
+    }
+    table = np.tile(random.normal(size=(1, 50)), (30, 1))
+    table[29, ::2] += 1
+    assert list(constant_columns(table)) == list(range(1, 50, 2))
+    table[10, 1] = np.nan
+    assert 1 not in constant_columns(table)
+
+
+def test_discrete_columns_against_sets():
+    table = np.column_stack([random.integers(0, 3, 100), random.integers(0, 200, 100), np.arange(100), np.arange(100) // 25])
+    expected = {index: len(set(column)) for index, column in enumerate(table.T.tolist()) if len(set(column)) < 5}
+    assert discrete_columns(table) == expected and set(expected) == {0, 3}
+    assert discrete_columns(table[:49]) == {}
+
+
+def test_a_layout_survives_json():
+    assert TableLayout.of_facts(json.loads(json.dumps(LAYOUT.facts())), 2) == LAYOUT
+    assert replace(LAYOUT, notes=("decimal commas",)).facts() == LAYOUT.facts()
+    assert (LAYOUT.used, LAYOUT.written, LAYOUT.columns) == ((1, 3), (1, 2, 3), ("a", "b"))
+    assert LAYOUT.describe() == (
+        "header: yes, 2 columns; unnamed column 1 counts the rows: left out; column 'note' dropped: left out; "
+        "column 'k' is 7.5 in all rows: left out"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"width": 4}, "below 4"),
+        ({"width": 10**15, "names": []}, "expected 2 columns of data in the layout of the table, got 9999"),
+        ({"names": ["a"]}, "expected 5 names in the layout of the table, got 1"),
+        ({"constant": [[0, 1.0]]}, "expected distinct columns below 5"),
+        ({"left_out": [[-1, "dropped"]]}, "expected distinct columns below 5"),
+    ],
+)
+def test_a_layout_that_contradicts_itself_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        TableLayout.of_facts(LAYOUT.facts() | changes, 2)
+
+
+def test_samples_get_the_constant_columns_back():
+    completed = LAYOUT.completed(VALUES.astype(np.float32))
+    assert completed.dtype == np.float32
+    np.testing.assert_array_equal(completed, np.insert(VALUES.astype(np.float32), 1, 7.5, axis=1))
+
+
+# Files to be scored.
+
+
+def matched(path, layout=LAYOUT, **options):
+    return read_matching(path, layout, **options)
+
+
+def test_columns_are_matched_by_name(tmp_path):
+    a, b = VALUES.T.tolist()
+    found = matched(write(tmp_path / "t.csv", "b,k,a,note", b, [7.5] * 40, a, range(40)))
+    np.testing.assert_array_equal(found.values, VALUES)
+    assert (found.carried, found.differs, found.understood) == ({}, [""] * 40, "")
+
+
+def test_what_identifies_rows_is_carried_along(tmp_path):
+    a, b = VALUES.T.tolist()
+    names = [f'"N. {row}, x"' for row in range(40)]
+    path = write(tmp_path / "t.csv", "who,extra,a,id,b,empty", names, range(40), a, range(100, 140), b, [""] * 40)
+    found = matched(path, ids=["id"])
+    np.testing.assert_array_equal(found.values, VALUES)
+    assert found.carried == {"id": [str(row) for row in range(100, 140)], "who": [name.strip('"') for name in names]}
+    assert list(found.carried) == ["id", "who"]
+    assert found.differs is None
+    assert found.understood == ("ignored: 'extra', 'empty'; constant in the training data and not in this file: column 'k'")
+    with pytest.raises(ValueError, match=r"t\.csv: expected --id to name a column, 'who', .*, got 'nobody'"):
+        matched(path, ids=["nobody"])
+
+
+def test_rows_that_differ_where_the_training_data_were_constant(tmp_path):
+    a, b = VALUES.T.tolist()
+    constant = [7.5] * 40
+    constant[3], constant[39] = 7.50001, -7.5
+    found = matched(write(tmp_path / "t.csv", "a,b,k", a, b, constant))
+    assert [row for row, name in enumerate(found.differs) if name == "k"] == [3, 39]
+    two = TableLayout(("a", "b", "k", "m"), 4, (), ((2, 7.5), (3, 0.1)))
+    found = matched(write(tmp_path / "t.csv", "a,b,m,k", a, b, [np.float32(0.1)] * 39 + [1], constant), two)
+    assert found.differs[3] == "k" and found.differs[39] == "k, m" and found.differs[0] == ""
+
+
+def test_files_without_names_are_matched_by_position(tmp_path):
+    a, b = VALUES.T.tolist()
+    columns = {
+        "all": (range(40), a, [7.5] * 40, b, range(40)),
+        "as samples": (a, [7.5] * 40, b),
+        "data alone": (a, b),
+    }
+    for kind, table in columns.items():
+        path = write(tmp_path / "t.csv", "", *table)
+        found = matched(path)
+        np.testing.assert_array_equal(found.values, VALUES, err_msg=kind)
+        assert found.understood == "columns matched by position, not by name"
+        np.save(tmp_path / "t.npy", np.column_stack(table))
+        found = matched(tmp_path / "t.npy")
+        np.testing.assert_array_equal(found.values, VALUES, err_msg=kind)
+        assert found.differs == (None if kind == "data alone" else [""] * 40)
+        assert found.understood == ""
+    np.save(tmp_path / "t.npy", random.normal(size=(3, 4)))
+    assert matched(tmp_path / "t.npy").values.shape == (3, 4)  # for the caller to refuse
+
+
+def test_names_that_are_numbers_are_found_again(tmp_path):
+    layout = TableLayout(("0", "1"), 2)
+    whole = [[3, 4], [5, 6], [7, 8]]
+    path = write(tmp_path / "t.csv", "0,1", *zip(*whole, strict=True))
+    assert matched(path, layout).values.tolist() == whole
+    assert matched(write(path, "1,0", *zip(*whole, strict=True)), layout).values.tolist() == [row[::-1] for row in whole]
+    # Without the names, numbers are data, as the run was told.
+    assert len(matched(write(path, "0,1", *zip(*whole, strict=True)), TableLayout((), 2), numeric_names=False).values) == 4
+    found = matched(write(path, "0,1,2", a := [0.5, 1.5], a, a), TableLayout(("a", "b", "c"), 3))
+    assert found.values.tolist() == [[0.5] * 3, [1.5] * 3]
+    assert found.understood == "columns matched by position, not by name"
+
+
+def test_missing_and_repeated_columns_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"t\.csv: expected the columns of the training data, a, b, got a, k, without 'b'"):
+        matched(write(tmp_path / "t.csv", "a,k", [1], [7.5]))
+    with pytest.raises(ValueError, match=r"t\.csv: expected each column once, got 'a' more than once"):
+        matched(write(tmp_path / "t.csv", "a,a,b", [1], [7.5], [2]))
