@@ -176,8 +176,17 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dic
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, names: list[str], tensors: dict[str, Tensor]) -> None:
     """Inverse of `optimizer_tensors`: loads the tensors into an optimiser of the same parameters."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for name, value in tensors.items():
-        parameter, _, key = name.rpartition(":")
-        state.setdefault(names.index(parameter), {})[key] = value.clone()
+        owner, _, key = name.rpartition(":")
+        index = names.index(owner)
+        state.setdefault(index, {})[key] = value.clone() if key == "step" else _laid_out_like(parameters[index], name, value)
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _laid_out_like(parameter: Tensor, name: str, value: Tensor) -> Tensor:
+    """Returns a copy with the parameter's strides: files are row-major, LU factors are not, and fused Adam goes by memory."""
+    if value.shape != parameter.shape:
+        raise ValueError(f"{name}: expected shape {tuple(parameter.shape)}, got {tuple(value.shape)}")
+    return torch.empty_like(parameter, requires_grad=False).copy_(value)
