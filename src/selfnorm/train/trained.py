@@ -24,7 +24,7 @@ from selfnorm.flow import Flow, Inverse
 from selfnorm.objective import UnstableObjectiveWarning
 from selfnorm.runtime.precision import Precision
 from selfnorm.runtime.threads import cpu_threads
-from selfnorm.train.checkpoint import Checkpoint, checkpoint_path, read_checkpoint
+from selfnorm.train.checkpoint import Checkpoint, open_checkpoint
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.scores import Scores
 from selfnorm.train.watch import MAX_EXAMPLES
@@ -44,8 +44,7 @@ class Trained:
         """Opens a run folder or a checkpoint file."""
         if not path.exists():
             raise ValueError(f"{path}: expected a run folder or a checkpoint, got nothing there")
-        file = checkpoint_path(path)
-        checkpoint = read_checkpoint(file)
+        file, checkpoint = open_checkpoint(path)
         with located(str(file)):
             flow = checkpoint.flow()
         return cls(file, checkpoint, flow.to(device), torch.device(device))
