@@ -7,15 +7,30 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 
 from selfnorm.report.timings import three_digits
 from selfnorm.runtime.files import json_text
 
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) != "\n"}
+
+
+class PlainConsole(Console):
+    """A console that shows the control characters of what it prints, such as those in a file's column names, as \\x1b.
+
+    Its own, for colours and progress, reach the terminal.
+    """
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=segment.text.translate(CONTROLS))
+
+
 # Without markup, since a path may contain brackets.
-OUT = Console(soft_wrap=True, highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 160)
-ERR = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
+OUT = PlainConsole(soft_wrap=True, highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 160)
+ERR = PlainConsole(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 def print_json(record: Any) -> None:

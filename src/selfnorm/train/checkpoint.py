@@ -176,7 +176,7 @@ class KeptCheckpoints:
         """The best checkpoint; read from the folder in a resumed run."""
         if self._best is None:
             assert self._folder is not None
-            self._best = self._best_on_disk = read_checkpoint(self._folder.best)
+            self._best = self._best_on_disk = read_best(self._folder)
         return self._best
 
     @best.setter
@@ -201,18 +201,21 @@ def load(run_dir_or_checkpoint: str | Path) -> Flow:
 
 
 def open_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
-    """Returns the checkpoint of a run folder, see `checkpoint_path`, or in a file, and its path.
+    """Returns the checkpoint of a run folder, see `checkpoint_path`, or in a file, and its path."""
+    file, folder = checkpoint_path(path), RunFolder(path)
+    return file, read_best(folder) if file == folder.best else read_checkpoint(file)
 
-    If a run's best checkpoint is damaged, the error says whether the last one is not; it is never taken instead.
-    """
-    file = checkpoint_path(path)
+
+def read_best(folder: RunFolder) -> Checkpoint:
+    """Returns the best checkpoint of a run. If it is damaged, the error names the last one, if that is whole, but never uses it."""
     try:
-        return file, read_checkpoint(file)
+        return read_checkpoint(folder.best)
     except ValueError as error:
-        last = RunFolder(path).last
-        if path.is_dir() and file != last and not _damage(last):
-            raise ValueError(f"{error}; {last}, from the end of training, is whole: give it in place of the folder") from None
-        raise
+        if _damage(folder.last):
+            raise
+        raise ValueError(
+            f"{error}; {folder.last}, from the end of training, is whole: name it in place of the folder to use its weights"
+        ) from None
 
 
 def _damage(path: Path) -> str:

@@ -184,8 +184,9 @@ def _resumed_run(
             source, checkpoint = checkpoint_to_resume(folder)
             with located(str(source)):
                 _expect_same_recipe_and_data(checkpoint, recipe, dataset)
+            trainer.best()  # raises if it is damaged: now, not after the training
+            with located(str(source)):
                 trainer.resume(checkpoint)
-            trainer.best()  # so that a damaged one is noticed now, not after the training
         else:  # it was stopped before its first checkpoint
             trainer.start()
             folder.rewind_log(0)

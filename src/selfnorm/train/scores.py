@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from selfnorm.runtime.checks import one_line
 
 
 @dataclass(frozen=True)
@@ -36,3 +39,24 @@ class Scores:
             {"row": row, "log_likelihood": value, "rank": rank, "percentile": percentile}
             for row, (value, rank, percentile) in enumerate(columns)
         ]
+
+
+def read_scores(path: Path) -> NDArray[np.float64]:
+    """Returns the sorted scores of training examples that a run stored; raises ValueError if they cannot be used."""
+    got = ""
+    try:
+        stored = np.lib.format.open_memmap(path, mode="r")  # which checks the file's size before it allocates anything
+    except (ValueError, EOFError, OSError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+        got = f"a damaged file ({one_line(error)})"
+    else:
+        if stored.ndim != 1 or stored.dtype not in (np.float32, np.float64):
+            got = f"an array of shape {stored.shape} and dtype {stored.dtype}"
+        elif not (len(stored) and np.isfinite(stored).all()):
+            got = "non-finite ones" if len(stored) else "none"
+        elif (np.diff(stored) < 0).any():
+            got = "unsorted ones"
+    if got:
+        raise ValueError(
+            f"{path}: expected the training data's scores, got {got}; `selfnorm train --resume {path.parent}` writes them again"
+        )
+    return np.array(stored, np.float64)

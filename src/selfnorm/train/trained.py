@@ -26,7 +26,7 @@ from selfnorm.runtime.precision import Precision
 from selfnorm.runtime.threads import cpu_threads
 from selfnorm.train.checkpoint import Checkpoint, open_checkpoint
 from selfnorm.train.folder import RunFolder
-from selfnorm.train.scores import Scores
+from selfnorm.train.scores import Scores, read_scores
 from selfnorm.train.watch import MAX_EXAMPLES
 
 
@@ -114,11 +114,7 @@ class Trained:
         """Returns the sorted scores of training examples: stored by the run for its best weights, else computed."""
         recipe, folder = self.checkpoint.recipe, RunFolder(self.path.parent)
         if self.path.name == folder.best.name and folder.scores.exists():
-            try:
-                stored: NDArray[np.float64] = np.load(folder.scores, allow_pickle=False)
-            except (ValueError, EOFError) as error:
-                raise ValueError(f"{folder.scores}: expected the training data's scores, got a damaged file ({error})") from None
-            return stored
+            return read_scores(folder.scores)
         fresh: NDArray[np.float64] = reference_scores(
             self.flow, self.examples("train"), recipe.evaluation.batch_size, recipe.optimiser.seed
         ).numpy()
