@@ -12,20 +12,16 @@ from rich.segment import Segment
 from rich.table import Table
 
 from selfnorm.report.timings import three_digits
+from selfnorm.runtime.escapes import escaped
 from selfnorm.runtime.files import json_text
-
-CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) != "\n"}
 
 
 class PlainConsole(Console):
-    """A console that shows the control characters of what it prints, such as those in a file's column names, as \\x1b.
-
-    Its own, for colours and progress, reach the terminal.
-    """
+    """A console that shows the control characters in what it prints; its own, for colours and progress, reach the terminal."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=segment.text.translate(CONTROLS))
+            yield segment if segment.control else segment._replace(text=escaped(segment.text))
 
 
 # Without markup, since a path may contain brackets.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from selfnorm.report.canvas import new_figure, png_bytes, rendered, sheet_bytes, write_png
 from selfnorm.runtime.checks import expect_finite, positive_int
+from selfnorm.runtime.escapes import escaped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,7 +71,8 @@ def sample_scatter(path: str | Path, data: Tensor, samples: Mapping[str, Tensor]
     tables = {"data": data, **samples}
     values = {title: _table(title, table, data) for title, table in tables.items()}
     width = data.shape[1]
-    names = [f"column {index}" for index in range(width)] if columns is None else list(columns)
+    # A $ would begin a formula.
+    names = [f"column {n}" for n in range(width)] if columns is None else [escaped(name).replace("$", r"\$") for name in columns]
     if len(names) != width:
         raise ValueError(f"sample_scatter: expected a name for each of the {width} columns, got {len(names)}: {names}")
     limits = [_limits(values["data"][:, index]) for index in range(min(width, 6))]

@@ -207,7 +207,7 @@ def open_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
 
 
 def read_best(folder: RunFolder) -> Checkpoint:
-    """Returns the best checkpoint of a run. If it is damaged, the error names the last one, if that is whole, but never uses it."""
+    """Returns the best checkpoint of a run; if it is damaged, the error names the last one, if whole, but never uses it."""
     try:
         return read_checkpoint(folder.best)
     except ValueError as error:

@@ -17,7 +17,7 @@ def expect_room(recipe: Recipe, shape: tuple[int, ...], tensors: int, numbers: i
     for count, size in enumerate(_matrices(recipe, shape), 1):
         needed += size
         if count > tensors or needed > numbers:
-            raise ValueError(f"expected at least {count} tensors with {needed} numbers, got {tensors} with {numbers}")
+            raise ValueError(f"expected more than {tensors} tensors with {numbers} numbers in all")
 
 
 def _matrices(recipe: Recipe, shape: tuple[int, ...]) -> Iterator[int]:
