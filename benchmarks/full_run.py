@@ -20,7 +20,7 @@ from record import Cell, parser, record, run
 from selfnorm.cli.options import resolve_device
 from selfnorm.train.experiments import RECIPES
 from selfnorm.train.folder import RunFolder
-from selfnorm.train.run import Result
+from selfnorm.train.result import Result
 from selfnorm.train.trained import Trained
 
 SHOWN = 12

@@ -25,7 +25,8 @@ from selfnorm.runtime.precision import precision
 from selfnorm.train.experiments import find_recipe
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.recipe import Recipe
-from selfnorm.train.run import Result, resume_runs, start_runs
+from selfnorm.train.result import Result
+from selfnorm.train.run import resume_runs, start_runs
 from selfnorm.train.settings import override
 
 COLUMNS = ["variant", "validation NLL", "best epoch", "‖RW − I‖/√D", "ms per step"]

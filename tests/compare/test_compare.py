@@ -214,7 +214,8 @@ def test_a_run_whose_comparison_was_killed_saves_itself_and_stops(tmp_path):
 
 def test_a_run_that_fails_has_a_row_and_costs_no_other(copy):
     (copy / "digits-fc-exact" / "result.json").unlink()
-    (copy / "digits-fc-exact" / "last.safetensors").write_bytes(b"nothing")
+    for name in ("best", "last"):  # from either of them the run would go on
+        (copy / "digits-fc-exact" / f"{name}.safetensors").write_bytes(b"nothing")
     result = invoke("compare", *NAMES, *SHORT, "--run", copy, "-q")
     assert result.exit_code == 3 and result.stderr == ""
     lines = result.stdout.splitlines()

@@ -20,6 +20,7 @@ from selfnorm.train.experiments import find_recipe
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
 from selfnorm.train.recipe import FLAT_KEYS
+from support.checkpoint_files import write_checkpoint
 from support.small_runs import same, started
 
 DIGITS = find_recipe("digits-fc-snf").changed(epochs=2, validate_every=1)
@@ -51,14 +52,11 @@ def file(trained, tmp_path):
 
 
 def rewritten(path, change=lambda facts: facts, tensors=lambda tensors: tensors, metadata=lambda metadata: metadata):
-    """Overwrites a checkpoint with changed facts, tensors or metadata, without using the library."""
+    """Overwrites a checkpoint with changed facts, tensors or metadata, under the digest of what it then holds."""
     with safe_open(path, framework="pt") as opened:
         stored = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         facts = json.loads(opened.metadata()["facts"])
-    changed = change(facts)
-    text = changed if isinstance(changed, str) else json.dumps(changed)
-    save_file(tensors(stored), path, metadata=metadata({"format": FORMAT, "facts": text}))
-    return path
+    return write_checkpoint(path, tensors(stored), change(facts), metadata)
 
 
 def with_setting(facts, key, value):

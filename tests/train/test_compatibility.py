@@ -23,6 +23,7 @@ from selfnorm.train.trained import Trained
 from support.commandline import ok
 
 BEFORE = Path(__file__).parents[1] / "fixtures" / "before_groups"
+pytestmark = pytest.mark.filterwarnings("ignore::selfnorm.train.checkpoint.UnverifiedCheckpointWarning")
 RECIPE = find_recipe("digits-conv-snf").changed(
     epochs=4,
     validate_every=1,

@@ -74,8 +74,9 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not():
         ("probes=2", "inverse_likelihood=true"),
         ("kind=tracked",),
         ("kind=sketch", "learning_rate=1e-4"),
+        ("kind=lu",),  # its factors are column-major
     ],
-    ids=["fixed", "geco", "mdmm with probes", "held", "tracked", "sketch"],
+    ids=["fixed", "geco", "mdmm with probes", "held", "tracked", "sketch", "lu"],
 )
 @pytest.mark.parametrize("stop_at", [1, 12, 31], ids=["first step", "end of an epoch", "mid-epoch"])
 def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, monkeypatch, settings, stop_at):

@@ -14,7 +14,7 @@ from selfnorm.cli.display import print_compared_run, print_comparison
 from selfnorm.cli.options import DataDir, Debug, Device, Json, Quiet, Settings, absolute_folder, resolve_device
 from selfnorm.cli.progress import show_planned_run, show_transfers
 from selfnorm.compare.execute import run_comparison
-from selfnorm.compare.plan import check_runs, plan_runs
+from selfnorm.compare.plan import checked_runs, plan_runs
 from selfnorm.train.run import dataset_of, free_path
 from selfnorm.train.stopping import StoppedError
 
@@ -49,30 +49,32 @@ def compare(
     settings, folder, where = settings or [], run or free_path(Path("runs") / "compare"), resolve_device(device)
     planned = plan_runs(recipes, settings, folder, seeds=seeds, data_dir=absolute_folder(data))
     with show_transfers(quiet or json) as on_progress:
-        check_runs(planned, dataset_of(planned[0].recipe, on_progress))
+        dataset = dataset_of(planned[0].recipe, on_progress)
     words = ["selfnorm", "compare", *recipes, *(word for setting in settings for word in ("--set", setting))]
     words += ["--seeds", f"{seeds}"] if seeds > 1 else []
     words += ["--data", f"{data}"] if data else []
     words += ["--device", device] if device != "auto" else []
-    try:
-        compared = run_comparison(
-            planned,
-            command=shlex.join(words),
-            device=where,
-            watch=lambda each: show_planned_run(each, quiet, json),
-            done=lambda each: None if quiet else print_compared_run(each, json),
-        )
-    except StoppedError as error:
-        error.args = (f"{error}, all saved; continue with: {shlex.join([*words, '--run', str(folder)])}",)
-        raise
-    # Print first: a file that cannot be written must not lose the results.
-    if json:
-        runs = [each.row() for each in compared.runs]
-        print_json({"kind": "comparison", "folder": str(folder), **compared.report(), "runs": runs})
-    else:
-        print_comparison(compared)
-    for path in compared.write(folder):
-        if not json:
-            OUT.print(f"  {path}")
+    with checked_runs(planned, dataset):
+        del dataset  # each run loads it again, in its own process
+        try:
+            compared = run_comparison(
+                planned,
+                command=shlex.join(words),
+                device=where,
+                watch=lambda each: show_planned_run(each, quiet, json),
+                done=lambda each: None if quiet else print_compared_run(each, json),
+            )
+        except StoppedError as error:
+            error.args = (f"{error}, all saved; continue with: {shlex.join([*words, '--run', str(folder)])}",)
+            raise
+        # Print first: a file that cannot be written must not lose the results.
+        if json:
+            runs = [each.row() for each in compared.runs]
+            print_json({"kind": "comparison", "folder": str(folder), **compared.report(), "runs": runs})
+        else:
+            print_comparison(compared)
+        for path in compared.write(folder):
+            if not json:
+                OUT.print(f"  {path}")
     if compared.failures():
         raise typer.Exit(3)

@@ -7,15 +7,26 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 
 from selfnorm.report.timings import three_digits
+from selfnorm.runtime.escapes import escaped
 from selfnorm.runtime.files import json_text
 
+
+class PlainConsole(Console):
+    """A console that shows the control characters in what it prints; its own, for colours and progress, reach the terminal."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=escaped(segment.text))
+
+
 # Without markup, since a path may contain brackets.
-OUT = Console(soft_wrap=True, highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 160)
-ERR = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
+OUT = PlainConsole(soft_wrap=True, highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 160)
+ERR = PlainConsole(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 def print_json(record: Any) -> None:

@@ -16,7 +16,7 @@ from selfnorm.evaluate.health import FlowHealth
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.profile import Piece
 from selfnorm.train.recipe import Recipe
-from selfnorm.train.run import Result
+from selfnorm.train.result import Result
 from selfnorm.train.stopping import DivergedError
 
 

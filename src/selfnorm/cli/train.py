@@ -30,7 +30,8 @@ from selfnorm.data.layout import MOST_NAMED, TableLayout, discrete_columns
 from selfnorm.train.experiments import DEFAULT, TWINS, find_recipe, recipe_for
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.recipe import Recipe
-from selfnorm.train.run import Result, dataset_of, free_path, resume_run, resume_runs, start_run, start_runs
+from selfnorm.train.result import Result
+from selfnorm.train.run import dataset_of, free_path, resume_run, resume_runs, start_run, start_runs
 from selfnorm.train.settings import override
 from selfnorm.train.stopping import DivergedError
 

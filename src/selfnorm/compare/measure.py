@@ -17,7 +17,7 @@ from selfnorm.flow import Flow, InaccurateInverseWarning
 from selfnorm.runtime.device import synchronize
 from selfnorm.runtime.threads import cpu_threads
 from selfnorm.train.folder import RunFolder
-from selfnorm.train.run import Result
+from selfnorm.train.result import Result
 from selfnorm.train.trained import Trained
 
 UNTIMED_SAMPLES, TIMED_SAMPLES = 5, 30  # calls of flow.sample(1)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from selfnorm.data.dataset import Dataset
+from selfnorm.runtime.locks import locking
 from selfnorm.train.build import build_flow, build_loss
 from selfnorm.train.experiments import RECIPES, find_recipe
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.run import with_absolute_data_path
 from selfnorm.train.settings import override
+from selfnorm.train.starts import is_unused
 
 # These and the seed determine the batches.
 BATCH_SETTINGS = ("data.source", "data.folder", "data.levels", "optimiser.batch_size", "data.flip", "data.jitter")
@@ -56,11 +59,14 @@ def plan_runs(
     return tuple(runs)
 
 
-def check_runs(runs: Sequence[PlannedRun], dataset: Dataset) -> None:
-    """Raises ValueError, before hours of training, if a flow cannot be built for the data or a folder cannot be used."""
+@contextmanager
+def checked_runs(runs: Sequence[PlannedRun], dataset: Dataset) -> Iterator[None]:
+    """Context manager that locks the folder of a comparison against other processes, and creates it if it is missing.
+
+    Raises ValueError, before hours of training, if a flow cannot be built for the data, or if a folder cannot be used.
+    """
     for run in runs:
         build_loss(run.recipe, build_flow(run.recipe, dataset.shape, dataset.levels))
-        _expect_usable(run)
     parent = runs[0].path.parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -68,6 +74,10 @@ def check_runs(runs: Sequence[PlannedRun], dataset: Dataset) -> None:
             pass
     except OSError as error:
         raise ValueError(f"{parent}: expected a folder to write to, got {error.strerror}; choose another with --run") from None
+    with locking(parent, f"{parent}: expected an idle comparison, got one under way; wait for it, or choose another with --run"):
+        for run in runs:
+            _expect_usable(run)
+        yield
 
 
 def _expect_different(recipes: Sequence[Recipe]) -> None:
@@ -102,7 +112,7 @@ def _expect_usable(run: PlannedRun) -> None:
                 f"{run.path}: expected a run of {run.recipe.name} with the same settings, got a different {', '.join(changed)}; "
                 "choose another folder with --run"
             )
-    elif run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
+    elif not is_unused(folder, run.recipe):
         raise ValueError(f"{run.path}: expected a run or an empty folder, got something else; choose another folder with --run")
 
 

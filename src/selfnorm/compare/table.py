@@ -17,7 +17,7 @@ from selfnorm.report import figures
 from selfnorm.report.provenance import provenance
 from selfnorm.runtime.files import json_text, replacing, write_text
 from selfnorm.train.folder import RunFolder
-from selfnorm.train.run import Result
+from selfnorm.train.result import Result
 
 COMPARISON_COLUMNS = (
     "recipe",
@@ -187,14 +187,15 @@ class Comparison:
             figures.comparison_curves(written[2], self.title, curves)
         return written
 
-    def _validation_curves(self) -> dict[str, list[list[tuple[float, float]]]]:
+    def _validation_curves(self) -> dict[str, list[list[tuple[float, float | None]]]]:
         """Returns, for each row of the table, its runs' exact validation NLLs as (seconds of training, NLL)."""
-        found: dict[str, list[list[tuple[float, float]]]] = {}
+        found: dict[str, list[list[tuple[float, float | None]]]] = {}
         for row in self.rows():
             for run in self.runs:
                 if run.planned.recipe.name == row.recipe:
                     records = RunFolder(run.planned.path).read_log()
-                    curve = [(record["seconds"], record["nll"]) for record in records if record["kind"] == "validation"]
+                    validations = [record for record in records if record["kind"] == "validation"]
+                    curve = [(each["seconds"], each.get("nll")) for each in validations if each.get("seconds") is not None]
                     found.setdefault(row.label, []).extend([curve] if curve else [])
         return {label: curves for label, curves in found.items() if curves}
 

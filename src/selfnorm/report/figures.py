@@ -17,6 +17,7 @@ from torch import Tensor
 
 from selfnorm.report.canvas import literal, new_figure, png_bytes, rendered, sheet_bytes, without_latex, write_png
 from selfnorm.runtime.checks import expect_finite, positive_int
+from selfnorm.runtime.escapes import escaped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,7 +85,7 @@ def sample_scatter(path: str | Path, data: Tensor, samples: Mapping[str, Tensor]
     tables = {"data": data, **samples}
     values = {title: _table(title, table, data) for title, table in tables.items()}
     width = data.shape[1]
-    names = [f"column {index}" for index in range(width)] if columns is None else [literal(name) for name in columns]
+    names = [f"column {index}" for index in range(width)] if columns is None else [literal(escaped(name)) for name in columns]
     if len(names) != width:
         raise ValueError(f"sample_scatter: expected a name for each of the {width} columns, got {len(names)}: {names}")
     limits = [_limits(values["data"][:, index]) for index in range(min(width, 6))]

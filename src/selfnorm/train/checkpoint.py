@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from selfnorm.bijection import located
 from selfnorm.data.layout import TableLayout
@@ -21,11 +22,17 @@ from selfnorm.objective import Loss
 from selfnorm.runtime.checks import event_shape, positive_int
 from selfnorm.runtime.files import replacing
 from selfnorm.train.build import build_flow, build_loss
+from selfnorm.train.digest import digest
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.settings import from_mapping
+from selfnorm.train.sizes import expect_room
 
 FORMAT = "selfnorm-checkpoint-1"
+
+
+class UnverifiedCheckpointWarning(UserWarning):
+    """A checkpoint of an earlier version has no digest to verify it with."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +59,32 @@ class Checkpoint:
         """Returns the tensors whose names start with a prefix, with the prefix removed."""
         return {name.removeprefix(prefix): value for name, value in self.tensors.items() if name.startswith(prefix)}
 
+    def is_resumable(self) -> bool:
+        """Returns whether it holds the optimiser's state; `selfnorm doctor --repair` writes weights alone."""
+        return self.progress.get("step") == 0 or bool(self.part("adam."))
+
     def flow(self) -> Flow:
         """Returns the flow with the stored weights, on the CPU and in eval mode."""
+        weights = self.part("loss.flow.").values()
         try:
+            expect_room(self.recipe, self.shape, len(weights), sum(value.numel() for value in weights))
             flow = build_flow(self.recipe, self.shape, self.levels)
-            flow.load_state_dict(self.part("loss.flow."))
-        except (RuntimeError, TypeError, MemoryError, OverflowError) as error:  # the last three for absurd sizes
+            self.load_into(flow, "loss.flow.")
+        except (RuntimeError, TypeError, ValueError, MemoryError, OverflowError) as error:  # the last two for absurd sizes
             raise ValueError(
                 f"checkpoint of {self.recipe.name}: expected weights that fit the recipe, got others: {error}"
             ) from None
         return flow.eval()
+
+    def load_into(self, module: nn.Module, prefix: str) -> None:
+        """Loads a part into a module. Raises ValueError or RuntimeError unless names, dtypes and shapes are the module's own."""
+        state, own = self.part(prefix), module.state_dict()
+        for name in state.keys() & own.keys():  # a layer may accept other names, from earlier versions, but never other types
+            if state[name].dtype != own[name].dtype:
+                raise ValueError(f"{prefix}{name}: expected {own[name].dtype}, got {state[name].dtype}")
+            if own[name].dim() == 0 != state[name].dim():  # torch would take the first entry
+                raise ValueError(f"{prefix}{name}: expected one number, got shape {tuple(state[name].shape)}")
+        module.load_state_dict(state)
 
     def loss_of(self, flow: Flow) -> Loss:
         """Returns the run's objective for its flow, with the stored multipliers."""
@@ -83,15 +106,20 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         "table": checkpoint.table and checkpoint.table.facts(),
     }
     tensors = {name: value.detach().cpu().contiguous() for name, value in checkpoint.tensors.items()}
+    text = json.dumps(facts)
+    metadata = {"format": FORMAT, "facts": text, "digest": digest(tensors, text)}
     with replacing(path) as temporary:
         try:
-            save_file(tensors, temporary, metadata={"format": FORMAT, "facts": json.dumps(facts)})
+            save_file(tensors, temporary, metadata=metadata)
         except SafetensorError as error:
             raise OSError(f"{path}: could not be written: {error}") from None
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Returns the checkpoint in a file; raises ValueError that says what is wrong with the file."""
+    """Returns the checkpoint in a file; raises ValueError that says what is wrong with the file.
+
+    Warns with `UnverifiedCheckpointWarning` if the file has no digest to verify it with.
+    """
     if not path.is_file():
         raise ValueError(f"{path}: expected a checkpoint, got no such file")
     try:
@@ -102,11 +130,31 @@ def read_checkpoint(path: Path) -> Checkpoint:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: expected a safetensors checkpoint, got a truncated or foreign file ({error})") from None
+    if metadata.keys() - {"digest"} != {"format", "facts"}:  # with a flipped bit in the name, a digest would go unnoticed
+        raise ValueError(f"{path}: expected readable checkpoint metadata, got a damaged header")
+    if "digest" in metadata and metadata["digest"] != digest(tensors, metadata["facts"]):
+        raise ValueError(f"{path}: expected the numbers and the recipe that were written, got a damaged file: its digest differs")
     try:
         facts = json.loads(metadata["facts"])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: expected readable checkpoint metadata, got a damaged header ({error})") from None
+    checkpoint = _from_facts(path, facts, tensors)
+    if "digest" not in metadata:
+        warnings.warn(
+            f"{path}: an earlier version wrote this file without a digest, so damage to it cannot be noticed",
+            UnverifiedCheckpointWarning,
+            stacklevel=2,
+        )
+    return checkpoint
+
+
+def _from_facts(path: Path, facts: Any, tensors: dict[str, Tensor]) -> Checkpoint:
+    try:
         shape = event_shape(str(path), facts["shape"])
         levels = None if facts["levels"] is None else positive_int(str(path), "levels", facts["levels"])
         columns = tuple(map(str, facts["columns"]))
+        if columns and (len(columns),) != shape:
+            raise ValueError(f"{path}: expected one column name for each entry of the shape {shape}, got {len(columns)}")
         progress = dict(facts["progress"].items())
         with located(str(path)):
             table = TableLayout.of_facts(facts["table"], math.prod(shape)) if facts.get("table") else None
@@ -114,7 +162,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
                 raise ValueError(f"expected the names {columns} in the layout of the table, got {table.columns}")
         recipe = from_mapping(facts["recipe"], str(path))
         return Checkpoint(recipe, shape, levels, columns, str(facts["data"]), tensors, progress, table)
-    except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: expected readable checkpoint metadata, got a damaged header ({error})") from None
 
 
@@ -138,7 +186,7 @@ class KeptCheckpoints:
         """The best checkpoint; read from the folder in a resumed run."""
         if self._best is None:
             assert self._folder is not None
-            self._best = self._best_on_disk = read_checkpoint(self._folder.best)
+            self._best = self._best_on_disk = read_best(self._folder)
         return self._best
 
     @best.setter
@@ -157,10 +205,37 @@ class KeptCheckpoints:
 
 def load(run_dir_or_checkpoint: str | Path) -> Flow:
     """Returns the trained flow of a run folder (its best weights) or of a checkpoint file, on the CPU and in eval mode."""
-    path = checkpoint_path(Path(run_dir_or_checkpoint))
-    checkpoint = read_checkpoint(path)
+    path, checkpoint = open_checkpoint(Path(run_dir_or_checkpoint))
     with located(str(path)):
         return checkpoint.flow()
+
+
+def open_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
+    """Returns the checkpoint of a run folder, see `checkpoint_path`, or in a file, and its path."""
+    file, folder = checkpoint_path(path), RunFolder(path)
+    return file, read_best(folder) if file == folder.best else read_checkpoint(file)
+
+
+def read_best(folder: RunFolder) -> Checkpoint:
+    """Returns the best checkpoint of a run; if it is damaged, the error names the last one, if whole, but never uses it."""
+    try:
+        return read_checkpoint(folder.best)
+    except ValueError as error:
+        if _damage(folder.last):
+            raise
+        raise ValueError(
+            f"{error}; {folder.last}, from the end of training, is whole: name it in place of the folder to use its weights"
+        ) from None
+
+
+def _damage(path: Path) -> str:
+    """Returns what is wrong with a checkpoint, empty if nothing is."""
+    try:
+        with warnings.catch_warnings(action="ignore", category=UnverifiedCheckpointWarning):
+            read_checkpoint(path)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def checkpoint_path(path: Path) -> Path:
@@ -186,8 +261,17 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dic
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, names: list[str], tensors: dict[str, Tensor]) -> None:
     """Inverse of `optimizer_tensors`: loads the tensors into an optimiser of the same parameters."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for name, value in tensors.items():
-        parameter, _, key = name.rpartition(":")
-        state.setdefault(names.index(parameter), {})[key] = value.clone()
+        owner, _, key = name.rpartition(":")
+        index = names.index(owner)
+        state.setdefault(index, {})[key] = value.clone() if key == "step" else _laid_out_like(parameters[index], name, value)
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _laid_out_like(parameter: Tensor, name: str, value: Tensor) -> Tensor:
+    """Returns a copy with the parameter's strides: files are row-major, LU factors are not, and fused Adam goes by memory."""
+    if value.shape != parameter.shape:
+        raise ValueError(f"{name}: expected shape {tuple(parameter.shape)}, got {tuple(value.shape)}")
+    return torch.empty_like(parameter, requires_grad=False).copy_(value)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TextIO
 
 from selfnorm.data.safe_files import expect_regular
 from selfnorm.runtime.files import json_text, naming_full_disk, temporary_pattern, write_text
+from selfnorm.runtime.locks import LOCK_NAME, locking
 from selfnorm.train.recipe import Recipe
+from selfnorm.train.records import parse_records
 from selfnorm.train.settings import from_toml, to_toml
-
-try:
-    import fcntl
-except ImportError:  # Windows has no such module; runs are not locked there
-    fcntl = None  # type: ignore[assignment]
 
 
 class RunFolder:
@@ -35,27 +30,22 @@ class RunFolder:
         self.samples = path / "samples.png"
         self.curves = path / "curves.png"
         self.result = path / "result.json"
+        self.lock = path / LOCK_NAME
         self._log: TextIO | None = None  # kept open: reopening it would take a large part of a small model's epoch
 
     def create(self, recipe: Recipe) -> None:
-        """Creates the folder of a new run and writes its recipe; raises ValueError if the folder is in use."""
-        self.expect_unused()
+        """Creates the folder, if it is missing, and writes the recipe."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_text(self.recipe, to_toml(recipe))
 
-    def expect_unused(self) -> None:
-        """Raises ValueError unless the folder is missing or empty."""
-        if self.recipe.exists():
-            raise ValueError(
-                f"{self.path}: expected a folder without a run, got one that holds a run; continue it with "
-                f"`selfnorm train --resume {self.path}`, or choose another folder"
-            )
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise ValueError(f"{self.path}: expected a new or empty folder for the run, got one in use; choose another")
+    def locked(self) -> AbstractContextManager[None]:
+        """Returns a context manager that locks the run against other processes, see `locking`."""
+        self.expect_regular_files()
+        return locking(self.path, f"{self.path}: expected an idle run, got one that is being trained")
 
     def own_files(self) -> list[Path]:
         """Returns the paths of all files of the run, whether they exist or not."""
-        return [path for path in vars(self).values() if isinstance(path, Path) and path != self.path] + [self.path / ".lock"]
+        return [path for path in vars(self).values() if isinstance(path, Path) and path != self.path]
 
     def expect_regular_files(self) -> None:
         """Raises ValueError if a file of the run is something else, such as a named pipe, for which a reader would wait."""
@@ -63,23 +53,15 @@ class RunFolder:
             if path.exists():
                 expect_regular(path)
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Context manager that locks the run against other processes. The lock is released even if the process is killed."""
-        self.expect_regular_files()
-        with (self.path / ".lock").open("a") as file:
-            if fcntl is not None:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise ValueError(f"{self.path}: expected an idle run, got one that is being trained") from None
-            yield
+    def partial_files(self) -> set[Path]:
+        """Returns the temporary files that a killed process left while writing files of this run."""
+        wholes = (self.recipe, self.best, self.last, self.scores, self.samples, self.curves, self.result)
+        return {path for whole in wholes for path in self.path.glob(temporary_pattern(whole))}
 
     def remove_partial_files(self) -> None:
-        """Removes the temporary files that a killed process left while writing files of this run."""
-        for whole in (self.best, self.last, self.scores, self.samples, self.curves, self.result):
-            for path in self.path.glob(temporary_pattern(whole)):
-                path.unlink(missing_ok=True)
+        """Removes the partial files; call it only while the run is locked."""
+        for path in self.partial_files():
+            path.unlink(missing_ok=True)
 
     def read_recipe(self) -> Recipe:
         """Returns the recipe of the run."""
@@ -116,11 +98,5 @@ class RunFolder:
                 file.truncate(length)
 
     def read_log(self) -> list[dict[str, Any]]:
-        """Returns all records so far, skipping damaged lines: they serve figures, where one missing point does not matter."""
-        if not self.metrics.exists():
-            return []
-        records = []
-        for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(json.JSONDecodeError):
-                records.append(json.loads(line))
-        return [record for record in records if isinstance(record, dict)]
+        """Returns all records so far, without damaged ones; see `parse_records`."""
+        return parse_records(self.metrics.read_text(encoding="utf-8", errors="replace")) if self.metrics.is_file() else []

@@ -331,7 +331,7 @@ class Trainer:
     def _restore(self, checkpoint: Checkpoint) -> None:
         try:
             progress = RunProgress(**checkpoint.progress)
-            self.loss.load_state_dict(checkpoint.part("loss."))
+            checkpoint.load_into(self.loss, "loss.")
             restore_optimizer(self.optimizer, self._names, checkpoint.part("adam."))
             known = checkpoint.part("epoch.").get("metrics", self._metrics[:0])  # older checkpoints had only their sums
             self._metrics[: len(known)] = known.to(self.device)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,50 +18,22 @@ from selfnorm.data import NAMES, load_dataset
 from selfnorm.data.batches import Examples, generator_for
 from selfnorm.data.dataset import Dataset, fingerprint, is_image
 from selfnorm.data.locate import OnProgress
-from selfnorm.evaluate.likelihood import Likelihood, evaluating, likelihood, reference_scores
+from selfnorm.evaluate.likelihood import evaluating, likelihood, reference_scores
 from selfnorm.flow import Flow, InaccurateInverseWarning, Inverse
 from selfnorm.report import figures
 from selfnorm.report.provenance import provenance
 from selfnorm.runtime.files import json_text, replacing, write_text
 from selfnorm.runtime.memory import PeakMemory
 from selfnorm.runtime.threads import cpu_threads
-from selfnorm.train.checkpoint import Checkpoint, read_checkpoint
+from selfnorm.train.checkpoint import Checkpoint
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Report, Trainer
 from selfnorm.train.profile import Piece
 from selfnorm.train.recipe import Recipe
+from selfnorm.train.result import Result
+from selfnorm.train.starts import checkpoint_to_resume, expect_unused, is_start, new_run
 from selfnorm.train.stopping import DivergedError, StopRequests
 from selfnorm.train.together import run_together
-
-
-@dataclass(frozen=True)
-class Result:
-    """The result of a finished run: exact likelihoods of its best weights, costs and provenance."""
-
-    recipe: str
-    test: Likelihood
-    validation_nll: float
-    best_epoch: int
-    epochs: int  # actually run
-    seconds: float
-    step_seconds: float | None  # of one training step, median over epochs; None without a log
-    # MiB, see `PeakMemory`: from building the trainer to the end of training, of a resumed run since it was resumed. None if it
-    # could not be measured.
-    peak_memory: float | None
-    parameters: int  # number of trainable values in the flow
-    rollbacks: int
-    provenance: dict[str, str | None]
-
-    @classmethod
-    def read(cls, path: Path) -> Result:
-        """Returns the result that a run stored in result.json."""
-        try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
-            test = stored["test"]
-            infinite = {"standard_error": math.inf} if test["standard_error"] is None else {}  # stored as null
-            return cls(**{**stored, "test": Likelihood(**{**test, **infinite})})
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: expected a run's result, got a missing, damaged or older file ({error})") from None
 
 
 def start_run(
@@ -111,8 +81,8 @@ def start_runs(
         Trainer(recipe, dataset, device=device, folder=RunFolder(path), report=report, save_every=save_every)
         for recipe, path, report in zip(recipes, paths, reports, strict=True)
     ]
-    for path in paths:
-        RunFolder(path).expect_unused()  # check all of them before creating any
+    for recipe, path in zip(recipes, paths, strict=True):
+        expect_unused(RunFolder(path), recipe)  # check all of them before creating any
     with ExitStack() as locks:
         for trainer in trainers:
             locks.enter_context(_new_run(trainer))
@@ -121,11 +91,10 @@ def start_runs(
 
 @contextmanager
 def _new_run(trainer: Trainer) -> Iterator[None]:
-    """Initialises a new trainer, creates its folder and holds the folder's lock within the block."""
+    """Initialises a new trainer, and holds the lock of its new folder within the block."""
     assert trainer.folder is not None
     trainer.start()
-    trainer.folder.create(trainer.recipe)
-    with trainer.folder.locked():
+    with new_run(trainer.folder, trainer.recipe):
         yield
 
 
@@ -197,11 +166,11 @@ def _resumed_run(
     on_progress: OnProgress | None,
     save_every: float,
 ) -> Iterator[Trainer]:
-    """Yields the trainer of a run, restored from its last checkpoint, and holds the lock of its folder within the block."""
+    """Yields the trainer of a run, restored by `checkpoint_to_resume`, and holds the lock of its folder within the block."""
     folder = RunFolder(path)
     stored = folder.read_recipe()
     # At step 0, best is written just before last. If the run was killed in between, it can simply start again.
-    if folder.best.exists() and not folder.last.exists() and read_checkpoint(folder.best).progress["step"] > 0:
+    if folder.best.exists() and not folder.last.exists() and not is_start(folder.best):
         raise ValueError(
             f"{folder.last}: expected the checkpoint to resume from, got none; {folder.best.name} can be "
             "evaluated and sampled from, but not resumed"
@@ -212,9 +181,11 @@ def _resumed_run(
     with folder.locked():
         folder.remove_partial_files()
         if folder.last.exists():
-            checkpoint = read_checkpoint(folder.last)
-            with located(str(folder.last)):
+            source, checkpoint = checkpoint_to_resume(folder)
+            with located(str(source)):
                 _expect_same_recipe_and_data(checkpoint, recipe, dataset)
+            trainer.best()  # raises if it is damaged: now, not after the training
+            with located(str(source)):
                 trainer.resume(checkpoint)
         else:  # it was stopped before its first checkpoint
             trainer.start()
@@ -280,7 +251,7 @@ def _finish_run(trainer: Trainer, memory: PeakMemory | None) -> Result:
             rollbacks=progress.rollbacks,
             provenance=provenance(device),
         )
-        if (earlier := _previous_result(folder)) and earlier.seconds == result.seconds:  # had already ended
+        if (earlier := Result.stored(folder.result)) and earlier.seconds == result.seconds:  # had already ended
             result = replace(result, peak_memory=earlier.peak_memory, provenance=earlier.provenance)
         write_text(folder.result, json_text(asdict(result), indent=2) + "\n")
         # Last, so that an error in a figure cannot cost the result.
@@ -300,22 +271,14 @@ def _draw_curves(trainer: Trainer, flow: Flow) -> None:
     """Writes the training curves of a run, if it has an epoch or a validation to show."""
     assert trainer.folder is not None
     records = trainer.folder.read_log()
-    if any(record.get("kind") in ("epoch", "validation") for record in records):
+    if any(record["kind"] in ("epoch", "validation") for record in records):
         figures.run_curves(trainer.folder.curves, records, flow.reconstruction_names, exact=flow.surrogate_is_exact)
 
 
 def _step_seconds(records: list[dict[str, Any]]) -> float | None:
     """Returns the median over epochs of the time of one step; None if no record has it."""
-    times = [record["step_seconds"] for record in records if isinstance(record.get("step_seconds"), float)]
+    times = [seconds for record in records if (seconds := record.get("step_seconds")) is not None]
     return statistics.median(times) if times else None
-
-
-def _previous_result(folder: RunFolder) -> Result | None:
-    """Returns the result that the run stored before it was resumed, or None if it had not ended."""
-    try:
-        return Result.read(folder.result)
-    except ValueError:
-        return None
 
 
 def draw_samples(path: Path, flow: Flow, train: Examples, columns: tuple[str, ...]) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from selfnorm.runtime.checks import one_line
 
 
 @dataclass(frozen=True)
@@ -49,3 +52,24 @@ class Scores:
             own["differs"] = self.differs
         columns = {f"input_{name}" if name in own else name: texts for name, texts in self.carried.items()} | own
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def read_scores(path: Path) -> NDArray[np.float64]:
+    """Returns the sorted scores of training examples that a run stored; raises ValueError if they cannot be used."""
+    got = ""
+    try:
+        stored = np.lib.format.open_memmap(path, mode="r")  # which checks the file's size before it allocates anything
+    except Exception as error:  # numpy parses the header as Python, so it may be any of a parser's
+        got = f"a damaged file ({one_line(error)})"
+    else:
+        if stored.ndim != 1 or stored.dtype not in (np.float32, np.float64):
+            got = f"an array of shape {stored.shape} and dtype {stored.dtype}"
+        elif not (len(stored) and np.isfinite(stored).all()):
+            got = "non-finite ones" if len(stored) else "none"
+        elif (np.diff(stored) < 0).any():
+            got = "unsorted ones"
+    if got:
+        raise ValueError(
+            f"{path}: expected the training data's scores, got {got}; `selfnorm train --resume {path.parent}` writes them again"
+        )
+    return np.array(stored, np.float64)

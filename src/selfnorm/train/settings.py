@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 import warnings
 from collections.abc import Iterable, Mapping
@@ -17,6 +18,7 @@ from selfnorm.data.layout import EVERYTHING
 from selfnorm.train.recipe import FLAT_KEYS, REMOVED, TYPES, Recipe, path_of
 
 TEXTS = tuple[str, ...]
+LONGEST = 20_000  # characters; tomllib takes time and memory quadratic in the length of a key such as a.a.a.a
 # What files mean that lack a setting because they are older, if that is not its default: earlier versions trained with the
 # paper's objective.
 OLDER_DEFAULTS = {"objective.inverse_likelihood": True}
@@ -61,8 +63,8 @@ def from_mapping(values: Mapping[str, Any], where: str) -> Recipe:
             continue
         if path in read:
             raise ValueError(f"{where}: expected {path} once, got it twice, the second time as {key}")
-        if not _has_type(value, TYPES[path]):
-            raise ValueError(f"{where}: expected {path} to be {_spelled(TYPES[path])}, got {value!r}")
+        if not has_type(value, TYPES[path]):
+            raise ValueError(f"{where}: expected {path} to be {_spelled(TYPES[path])}, got {_shown(value)}")
         # TOML and JSON write 1 where a float is meant, and have lists only; a recipe read back must equal the one written.
         read[path] = float(value) if type(value) is int and float in _choices(TYPES[path]) else value
         read[path] = tuple(value) if TYPES[path] == TEXTS else read[path]
@@ -89,10 +91,13 @@ def to_toml(recipe: Recipe) -> str:
 
 def from_toml(text: str, where: str) -> Recipe:
     """Returns the recipe that TOML text holds; see `from_mapping`."""
+    if len(text) > LONGEST:
+        raise ValueError(f"{where}: expected a recipe, got {len(text)} characters")
     try:
-        return from_mapping(tomllib.loads(text), where)
-    except tomllib.TOMLDecodeError as error:
+        values = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError: no TOML, or a number with thousands of digits
         raise ValueError(f"{where}: expected TOML, got a file that does not parse: {error}") from None
+    return from_mapping(values, where)
 
 
 def _ungrouped(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
@@ -120,7 +125,22 @@ def _choices(kind: Any) -> tuple[Any, ...]:
     return tuple(get_args(part)[0] if get_origin(part) is Annotated else part for part in parts)
 
 
-def _has_type(value: Any, kind: Any) -> bool:
+def _shown(value: Any) -> str:
+    """Returns the value as an error message shows it."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested deeply, or a number with thousands of digits
+        return f"a {type(value).__name__} that is too large to show"
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def has_type(value: Any, kind: Any) -> bool:
+    """Returns whether a value is of a type, or of one of its choices if it is a union; a float may be written as an int.
+
+    An int that no float can hold is of no type.
+    """
+    if type(value) is int and abs(value) > sys.float_info.max:
+        return False
     for choice in _choices(kind):
         if choice == TEXTS:
             if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
@@ -143,7 +163,7 @@ def _parsed(key: str, kind: Any, text: str) -> Any:
         if choice == TEXTS and text.startswith("["):
             with suppress(tomllib.TOMLDecodeError):
                 listed = tomllib.loads(f"listed = {text}")["listed"]
-                if _has_type(listed, TEXTS):
+                if has_type(listed, TEXTS):
                     return tuple(listed)
         elif choice == TEXTS:
             return (text,) if text else ()

@@ -27,10 +27,10 @@ from selfnorm.flow import Flow, Inverse
 from selfnorm.objective import UnstableObjectiveWarning
 from selfnorm.runtime.precision import Precision
 from selfnorm.runtime.threads import cpu_threads
-from selfnorm.train.checkpoint import Checkpoint, checkpoint_path, read_checkpoint
+from selfnorm.train.checkpoint import Checkpoint, open_checkpoint
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.run import dataset_of
-from selfnorm.train.scores import Scores
+from selfnorm.train.scores import Scores, read_scores
 from selfnorm.train.watch import MAX_EXAMPLES
 
 
@@ -48,8 +48,7 @@ class Trained:
         """Opens a run folder or a checkpoint file."""
         if not path.exists():
             raise ValueError(f"{path}: expected a run folder or a checkpoint, got nothing there")
-        file = checkpoint_path(path)
-        checkpoint = read_checkpoint(file)
+        file, checkpoint = open_checkpoint(path)
         with located(str(file)):
             flow = checkpoint.flow()
         return cls(file, checkpoint, flow.to(device), torch.device(device))
@@ -148,11 +147,7 @@ class Trained:
         recipe, folder = self.checkpoint.recipe, RunFolder(self.path.parent)
         folder.expect_regular_files()
         if self.path.name == folder.best.name and folder.scores.exists():
-            try:
-                stored: NDArray[np.float64] = np.load(folder.scores, allow_pickle=False)
-            except (ValueError, EOFError) as error:
-                raise ValueError(f"{folder.scores}: expected the training data's scores, got a damaged file ({error})") from None
-            return stored
+            return read_scores(folder.scores)
         fresh: NDArray[np.float64] = reference_scores(
             self.flow, self.examples("train"), recipe.evaluation.batch_size, recipe.optimiser.seed
         ).numpy()

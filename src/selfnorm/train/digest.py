@@ -1,0 +1,24 @@
+"""Digests, by which a checkpoint shows that it holds what was written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping
+
+from torch import Tensor, uint8
+
+
+def digest(tensors: Mapping[str, Tensor], facts: str) -> str:
+    """Returns the SHA-256, in hex, of the facts and of the name, dtype, shape and CRC-32 of each tensor.
+
+    It finds every flipped bit, and anything exchanged or renamed. It guards against accidents, not against forgery: the CRC-32
+    takes less than half as long as a SHA-256 of the data would. Tensors: contiguous, on the CPU.
+    """
+    described = [(name, str(value.dtype), list(value.shape), _crc32(value)) for name, value in sorted(tensors.items())]
+    return hashlib.sha256(json.dumps([facts, described]).encode()).hexdigest()
+
+
+def _crc32(value: Tensor) -> int:
+    return zlib.crc32(value.detach().reshape(-1).view(uint8).numpy().data)

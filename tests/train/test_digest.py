@@ -1,0 +1,245 @@
+"""A damaged checkpoint is refused, whichever bit is wrong; a run resumes from its best one if its last one is damaged."""
+
+import json
+import random
+import shutil
+import signal
+import struct
+import warnings
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import selfnorm
+from selfnorm.train.checkpoint import Checkpoint, UnverifiedCheckpointWarning, read_checkpoint, save_checkpoint
+from selfnorm.train.counters import RunProgress
+from selfnorm.train.run import resume_run, start_run
+from selfnorm.train.starts import DamagedCheckpointWarning
+from selfnorm.train.stopping import StoppedError
+from support.checkpoint_files import write_checkpoint
+from support.commandline import digest, fails, invoke
+from support.small_runs import SMALL, assert_same_runs, digits, same
+
+SMALLEST = Checkpoint(
+    digits("layers=1"),
+    (2,),
+    None,
+    ("a", "b"),
+    "fingerprint",
+    {
+        "loss.flow.weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float32),
+        "loss.flow.weight_inv": torch.tensor([[1.0, 3.0], [2.0, 4.0]], dtype=torch.float32),
+        "loss.flow.fallbacks": torch.tensor(3),
+        "loss.flow.initialized": torch.tensor([True, False]),
+        "loss.low": torch.tensor([1.5, 2.5], dtype=torch.bfloat16),
+        "epoch.metrics": torch.zeros(0, 2, dtype=torch.float32),
+    },
+    asdict(RunProgress(step=7)),
+)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """The path of a small checkpoint, its bytes, and the length of the bytes before its tensors."""
+    path = tmp_path / "small.safetensors"
+    save_checkpoint(path, SMALLEST)
+    whole = path.read_bytes()
+    return path, whole, 8 + struct.unpack("<Q", whole[:8])[0]
+
+
+def stored(path):
+    """Returns the tensors and the metadata of a file, read without the library."""
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+
+
+def flip(path, where=-100):
+    """Flips one bit, by default of a tensor."""
+    content = bytearray(path.read_bytes())
+    content[where] ^= 4
+    path.write_bytes(bytes(content))
+
+
+def gives_the_right_result(path):
+    """Returns whether a file is read as the small checkpoint; False if it is refused, in words that name it."""
+    try:
+        found = read_checkpoint(path)
+    except ValueError as error:
+        assert str(error).startswith(str(path))
+        return False
+    assert same(found, SMALLEST) and replace(found, tensors={}) == replace(SMALLEST, tensors={})
+    return True
+
+
+def test_every_flipped_bit_of_the_tensors_is_found(small):
+    path, whole, start = small
+    assert gives_the_right_result(path)
+    for at in range(start, len(whole)):
+        for bit in range(8):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+            assert not gives_the_right_result(path), (at, bit)
+
+
+def test_a_flipped_bit_anywhere_in_the_header_is_found_or_changes_nothing(small):
+    path, whole, start = small
+    chance = random.Random(0)
+    refused = 0
+    for at in range(start):
+        for bit in range(8) if at < 8 else chance.sample(range(8), 2):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+            refused += not gives_the_right_result(path)
+    assert refused > 1.9 * start
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda found: {
+            **found,
+            "loss.flow.weight": found["loss.flow.weight_inv"],
+            "loss.flow.weight_inv": found["loss.flow.weight"],
+        },
+        lambda found: {name: value for name, value in found.items() if name != "loss.flow.fallbacks"},
+        lambda found: {**found, "loss.flow.weight": found["loss.flow.weight"].view(torch.int32)},
+        lambda found: {**found, "loss.flow.weight": found["loss.flow.weight"].reshape(4)},
+        lambda found: {**found, "epoch.metrics": found["epoch.metrics"].reshape(2, 0)},
+        lambda found: {**found, "other": torch.ones(1)},
+    ],
+    ids=["exchanged", "missing", "another dtype", "another shape", "another empty shape", "one more"],
+)
+def test_tensors_that_are_not_those_written(small, change):
+    path, _, _ = small
+    tensors, metadata = stored(path)
+    save_file(change(tensors), path, metadata)
+    assert not gives_the_right_result(path)
+
+
+@pytest.mark.parametrize(("key", "value"), [("data", "other"), ("shape", [1, 2]), ("progress", {"step": 8})])
+def test_facts_that_are_not_those_written(small, key, value):
+    path, _, _ = small
+    tensors, metadata = stored(path)
+    save_file(tensors, path, {**metadata, "facts": json.dumps({**json.loads(metadata["facts"]), key: value})})
+    assert not gives_the_right_result(path)
+
+
+def test_the_digest_is_that_of_its_definition(small, tmp_path):
+    tensors, metadata = stored(small[0])
+    write_checkpoint(tmp_path / "other.safetensors", tensors, metadata["facts"])
+    assert stored(tmp_path / "other.safetensors")[1] == metadata
+
+
+def test_a_checkpoint_without_a_digest_is_read_with_a_note(small):
+    path, _, _ = small
+    tensors, metadata = stored(path)
+    del metadata["digest"]
+    save_file(tensors, path, metadata)
+    with pytest.warns(UnverifiedCheckpointWarning, match="small.safetensors: an earlier version wrote this file without"):
+        assert gives_the_right_result(path)
+
+
+def test_the_note_is_one_line_of_the_command(digits_run, tmp_path):
+    tensors, metadata = stored(digits_run[0] / "best.safetensors")
+    del metadata["digest"]
+    save_file(tensors, tmp_path / "old.safetensors", metadata)
+    with warnings.catch_warnings(action="default"):
+        result = invoke("sample", tmp_path / "old.safetensors", "-n", 2, "-o", tmp_path / "s.npy")
+    assert result.exit_code == 0 and result.stderr.count("\n") == 1
+    assert result.stderr.startswith(f"selfnorm: {tmp_path / 'old.safetensors'}: an earlier version wrote this file")
+
+
+def test_no_verb_uses_a_damaged_best_checkpoint(digits_run, tmp_path):
+    run = shutil.copytree(digits_run[0], tmp_path / "run")
+    np.save(tmp_path / "x.npy", np.zeros((2, 8, 8), np.uint8))
+    flip(run / "best.safetensors")
+    before = digest(tmp_path)
+    for args in (
+        ("eval", run),
+        ("score", run, tmp_path / "x.npy"),
+        ("sample", run, "-o", tmp_path / "s.png"),
+        ("doctor", run),
+        ("doctor", run, "--repair"),
+        ("train", "--resume", run),
+    ):
+        said = fails(*args)
+        assert f"{run / 'best.safetensors'}: expected the numbers and the recipe that were written, got a damaged file" in said
+        assert str(run / "last.safetensors") in said, "what can be used instead"
+    assert digest(tmp_path) == before
+    with pytest.raises(ValueError, match=r"best.safetensors.*last.safetensors, from the end of training, is whole: name it"):
+        selfnorm.load(run)
+    selfnorm.load(run / "last.safetensors")
+    flip(run / "last.safetensors")
+    with pytest.raises(ValueError, match="damaged") as caught:
+        selfnorm.load(run)
+    assert "last" not in str(caught.value)
+
+
+# Resuming
+
+
+def stopped_run(path):
+    """Trains a small run, with its first validations behind it, up to the middle of an epoch."""
+
+    def stop(record):
+        if record["kind"] == "epoch" and record["epoch"] == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(StoppedError):
+        start_run(digits(*SMALL), path, report=stop)
+    steps = [read_checkpoint(path / f"{name}.safetensors").progress["step"] for name in ("best", "last")]
+    assert 0 < steps[0] < steps[1], "otherwise the two are the same"
+    return path
+
+
+def test_a_run_with_a_damaged_last_checkpoint_goes_on_from_its_best_to_the_same_bits(tmp_path):
+    start_run(digits(*SMALL), tmp_path / "whole")
+    run = stopped_run(tmp_path / "stopped")
+    flip(run / "last.safetensors")
+    with pytest.warns(DamagedCheckpointWarning, match=r"last.safetensors: .*; the run continues from best.safetensors, step 24"):
+        resume_run(run)
+    assert_same_runs(tmp_path / "whole", run)
+
+
+def test_the_command_says_so_in_one_line(tmp_path):
+    run = stopped_run(tmp_path / "stopped")
+    flip(run / "last.safetensors")
+    with warnings.catch_warnings(action="default"):
+        result = invoke("train", "--resume", run, "-q")
+    assert result.exit_code == 0 and result.stderr.count("\n") == 1 and "continues from best.safetensors" in result.stderr
+
+
+def test_a_run_with_two_damaged_checkpoints_names_both(tmp_path):
+    run = stopped_run(tmp_path / "stopped")
+    for name in ("best", "last"):
+        flip(run / f"{name}.safetensors")
+    before = digest(run)
+    with pytest.raises(ValueError, match=r"last.safetensors: .* nor can the run go on from its best .*best.safetensors: "):
+        resume_run(run)
+    assert digest(run) == before
+
+
+def test_a_run_with_a_damaged_best_checkpoint_is_refused_before_it_trains(tmp_path):
+    run = stopped_run(tmp_path / "stopped")
+    flip(run / "best.safetensors")
+    records = []
+    with pytest.raises(ValueError, match=r"best.safetensors: expected .*damaged"):
+        resume_run(run, report=records.append)
+    assert records == []
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_weights_alone_are_not_resumed(tmp_path, damaged):
+    """They would go on with Adam's moments at zero."""
+    run = stopped_run(tmp_path / "stopped")
+    for name in ("best", "last"):
+        whole = read_checkpoint(run / f"{name}.safetensors")
+        weights = {key: value for key, value in whole.tensors.items() if key.startswith("loss.")}
+        save_checkpoint(run / f"{name}.safetensors", replace(whole, tensors=weights))
+    if damaged:
+        flip(run / "last.safetensors")
+    said = f"{'best' if damaged else 'last'}.safetensors: expected a checkpoint to resume from, got weights without"
+    with warnings.catch_warnings(action="ignore", category=DamagedCheckpointWarning), pytest.raises(ValueError, match=said):
+        resume_run(run)
