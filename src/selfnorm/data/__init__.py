@@ -14,7 +14,7 @@ from selfnorm.data.dataset import Dataset, permutation
 from selfnorm.data.locate import OnProgress
 from selfnorm.runtime.checks import did_you_mean
 
-__all__ = ["NAMES", "Dataset", "load_dataset", "read_examples"]
+__all__ = ["NAMES", "Dataset", "load_dataset", "read_examples", "reads_folder"]
 
 _LOADERS: dict[str, Callable[[str | Path | None, OnProgress | None], Dataset]] = {
     "mnist": mnist.load_mnist,
@@ -22,6 +22,11 @@ _LOADERS: dict[str, Callable[[str | Path | None, OnProgress | None], Dataset]] =
     "imagenet32": imagenet32.load_imagenet32,
 }
 NAMES: tuple[str, ...] = ("digits", *_LOADERS, *small.TOYS)
+
+
+def reads_folder(name: str) -> bool:
+    """Returns whether a data set of this name or path is read from a data folder: mnist, cifar10 and imagenet32 are."""
+    return name in _LOADERS
 
 
 def load_dataset(
@@ -33,8 +38,9 @@ def load_dataset(
 ) -> Dataset:
     """Returns a built-in data set, given one of `NAMES`, or your own, given the path of a file or of a folder of images.
 
-    data_dir:     the folder that holds the files of mnist, cifar10, imagenet32; by default $SELFNORM_DATA. With neither, they
-                  are taken from the user's cache folder, into which mnist and cifar10 are downloaded on first use.
+    data_dir:     the folder that holds the files of mnist, cifar10, imagenet32, an error for others; by default
+                  $SELFNORM_DATA. With neither, they are taken from the user's cache folder, into which mnist and cifar10 are
+                  downloaded on first use.
     levels:       the number of grey levels in your own 8-bit images, if not 256.
     on_progress:  called as on_progress(what, done, total) during a download or a conversion; total may be None.
 
@@ -44,6 +50,12 @@ def load_dataset(
     >>> load_dataset("digits").shape
     (1, 8, 8)
     """
+    if data_dir is not None and not reads_folder(name):
+        what = "which needs no files" if name in NAMES else "which is a path of its own"
+        raise ValueError(
+            f"load_dataset: expected no data folder for {name}, {what}, got {data_dir}; leave out --data (data_dir), "
+            f"which is for {', '.join(_LOADERS)}"
+        )
     if name in NAMES:
         dataset = _LOADERS[name](data_dir, on_progress) if name in _LOADERS else small.load_small(name)
         if levels not in (None, dataset.levels):

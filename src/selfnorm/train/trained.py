@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selfnorm.bijection import located
-from selfnorm.data import load_dataset, read_examples
+from selfnorm.data import load_dataset, read_examples, reads_folder
 from selfnorm.data.batches import Examples, generator_for
 from selfnorm.data.dataset import fingerprint
 from selfnorm.evaluate.health import FlowHealth, examine
@@ -53,7 +53,8 @@ class Trained:
     def examples(self, part: str, data_dir: str | None = None) -> Examples:
         """Returns a part of the run's own data: "train", "validation" or "test"."""
         recipe = self.checkpoint.recipe
-        dataset = load_dataset(recipe.data.source, data_dir or recipe.data.folder, levels=recipe.data.levels)
+        stored = recipe.data.folder if reads_folder(recipe.data.source) else None  # older runs stored it for any data
+        dataset = load_dataset(recipe.data.source, data_dir or stored, levels=recipe.data.levels)
         self._check_shape(dataset.train, recipe.data.source)
         if fingerprint(dataset) != self.checkpoint.data:
             raise ValueError(f"{recipe.data.source}: expected the data that {self.path} was trained with, got other data there")
