@@ -3,9 +3,10 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from selfnorm.base import StandardNormal
 from selfnorm.bijection import Bijection, Chain, Surrogate
 from selfnorm.evaluate.sampler import Sampler
-from selfnorm.flow import Flow, InaccurateInverseWarning, StandardNormal
+from selfnorm.flow import Flow, InaccurateInverseWarning
 from selfnorm.layers.activation import Logit, SmoothLeakyReLU
 from selfnorm.layers.actnorm import ActNorm
 from selfnorm.layers.affine import Affine, Standardize

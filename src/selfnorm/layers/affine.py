@@ -14,6 +14,7 @@ from selfnorm.runtime.checks import describe, event_shape, expect_batch, expect_
 class Affine(Bijection):
     """z = (x + shift)·scale, fixed. shift, scale: numbers, or tensors that broadcast against one example."""
 
+    takes_context = False
     shift: Tensor
     scale: Tensor
 
