@@ -70,8 +70,7 @@ class AutoregressiveConv2d(FusableLayer):
         noise = nn.init.xavier_normal_(torch.empty(self.channels, self.channels, *self.kernel_size), gain=0.01)
         self.weight = nn.Parameter(dirac(self.channels, self.kernel_size) + noise)
         self.bias = nn.Parameter(torch.zeros(self.channels)) if bias else None
-        tap_mask = autoregressive_mask(self.channels, self.kernel_size, mask)
-        self.register_buffer("tap_mask", tap_mask.flip(0, 1, 2, 3) if mirrored else tap_mask, persistent=False)
+        self.register_buffer("tap_mask", self._make_mask(), persistent=False)
         self._condition = KnownCondition()
 
     def extra_repr(self) -> str:
@@ -94,7 +93,7 @@ class AutoregressiveConv2d(FusableLayer):
         x = AutoregressiveSolve.apply(
             to_float64(z - self._broadcast_bias()), to_float64(self._kernel()), self.mirrored, self.mask
         ).to(z)
-        if not torch.isfinite(x.sum()) and torch.isfinite(z.sum()) and torch.isfinite(self.weight.sum()):
+        if not is_vectorised() and not torch.isfinite(x.sum()) and torch.isfinite(z.sum()) and torch.isfinite(self.weight.sum()):
             raise ValueError(
                 f"{describe(self)}: expected an inverse that {z.dtype} can hold, got non-finite values from finite ones: the "
                 "other taps outweigh the centre, and errors grow exponentially along the image"
@@ -113,6 +112,14 @@ class AutoregressiveConv2d(FusableLayer):
     @in_full_precision
     def _plain(self, x: Tensor, *, context: Tensor | None) -> Surrogate:
         return Surrogate.exact(self._apply_weight(x), _triangular_log_det(self._diagonal(), x))
+
+    def _make_mask(self) -> Tensor:
+        tap_mask = autoregressive_mask(self.channels, self.kernel_size, self.mask)
+        return tap_mask.flip(0, 1, 2, 3) if self.mirrored else tap_mask
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.tap_mask.copy_(self._make_mask())  # a layer built on the meta device has none yet
 
     def _check_input(self, x: Tensor) -> None:
         expect_shape(self, x, self.channels, "H", "W")

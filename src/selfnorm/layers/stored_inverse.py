@@ -181,7 +181,7 @@ class StoredInverse(LinearMap):
         weight = state_dict.get(prefix + "weight")
         if weight is not None and weight.shape == self.weight.shape and prefix + "weight_inv" not in state_dict:
             # The state of an exact twin.
-            if not torch.isfinite(weight).all():
+            if not weight.is_meta and not torch.isfinite(weight).all():
                 raise ValueError(f"{describe(self)}: expected finite weights to compute weight_inv from, got non-finite ones")
             state_dict[prefix + "weight_inv"] = self.inverse_of(to_float64(weight)).to(weight)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

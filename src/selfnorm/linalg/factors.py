@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -90,6 +91,11 @@ class ExactFactors:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _factorised(who: str, weight: Tensor, form: BlockForm) -> Factorisation:
+    if weight.is_meta:
+        lu = torch.empty_like(form.blocks(to_float64(weight)))
+        return Factorisation(
+            form, weight, lu.real.sum(), math.nan, (lu, torch.empty(lu.shape[:-1], dtype=torch.int32, device="meta"))
+        )
     bad = int((~torch.isfinite(weight)).sum())
     if bad:
         raise ValueError(f"{who}: expected finite weights, got {bad} non-finite of {weight.numel()} entries")
