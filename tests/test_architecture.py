@@ -13,6 +13,7 @@ ORDER = [
     "runtime",
     "linalg",
     "kernels",
+    "base",
     "bijection",
     "flow",
     "layers",
@@ -32,7 +33,7 @@ ORDER = [
 EXEMPT = {"__init__", "__main__"}
 # Names that several modules may define, with the reason why.
 SAME_NAMES: dict[str, str] = {}
-NO_CUDA = ("bijection", "flow", "models", "objective", "penalties", "estimator", "runtime.context")
+NO_CUDA = ("base", "bijection", "flow", "models", "objective", "penalties", "estimator", "runtime.context")
 
 
 def modules():

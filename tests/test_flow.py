@@ -10,9 +10,11 @@ import torch
 from torch.testing import assert_close
 
 from selfnorm import (
+    ActNorm,
     Affine,
     AffineCoupling,
     Chain,
+    Flatten,
     Flow,
     InaccurateInverseWarning,
     Logit,
@@ -222,8 +224,10 @@ def test_the_default_base_learns_its_shape_from_data():
 
 
 def test_a_context_passes_layers_that_have_no_use_for_it():
-    flow, x = glow((1, 4, 4), steps=1, hidden=4), torch.randn(3, 1, 4, 4)
-    assert_close(flow.log_prob(x, context=torch.randn(3, 7)), flow.log_prob(x))
+    couple = AffineCoupling(4, 4, context_channels=7)  # starts as the identity
+    plain = Chain(Squeeze(), ActNorm(4), SelfNormConv2d(4, 1), Flatten((4, 2, 2)))
+    flow, x = Flow(Chain(*plain[:3], couple, plain[3]), StandardNormal(16)), torch.randn(3, 1, 4, 4)
+    assert_close(flow.log_prob(x, context=torch.randn(3, 7)), Flow(plain).log_prob(x))
     assert flow.sample(3, context=torch.randn(3, 7)).shape == x.shape
 
 

@@ -4,10 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from selfnorm.base import StandardNormal
     from selfnorm.bijection import Bijection, Chain, Surrogate
     from selfnorm.estimator import SelfNormDensity
     from selfnorm.evaluate.sampler import Sampler
-    from selfnorm.flow import Flow, InaccurateInverseWarning, StandardNormal
+    from selfnorm.flow import Flow, InaccurateInverseWarning
     from selfnorm.layers.activation import Logit, SmoothLeakyReLU
     from selfnorm.layers.actnorm import ActNorm
     from selfnorm.layers.affine import Affine, Standardize
@@ -63,10 +64,11 @@ __all__ = [
 
 # Imported on first use: torch takes seconds, in which the command could not even be interrupted properly.
 _NAMES = {
+    "selfnorm.base": ("StandardNormal",),
     "selfnorm.bijection": ("Bijection", "Chain", "Surrogate"),
     "selfnorm.estimator": ("SelfNormDensity",),
     "selfnorm.evaluate.sampler": ("Sampler",),
-    "selfnorm.flow": ("Flow", "InaccurateInverseWarning", "StandardNormal"),
+    "selfnorm.flow": ("Flow", "InaccurateInverseWarning"),
     "selfnorm.layers.activation": ("Logit", "SmoothLeakyReLU"),
     "selfnorm.layers.actnorm": ("ActNorm",),
     "selfnorm.layers.affine": ("Affine", "Standardize"),

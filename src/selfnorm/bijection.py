@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from selfnorm.runtime.checks import expect_finite
+from selfnorm.runtime.checks import expect_finite, sums_are_finite
 from selfnorm.runtime.context import current_step
 
 
@@ -127,6 +127,7 @@ class Bijection(nn.Module):
         reconstruction_names  define it if the surrogate returns reconstruction errors; `Loss` then needs `example_shape`, and
                             with probes all of `linalg.learned.LearnedInverse`. Also set `surrogate_is_exact = False`.
         inverse_tracker     return the layer itself if `after_step` updates a stored inverse
+        takes_context       set it to False if the layer ignores `context`, so that a flow of such layers refuses one
         planned_inverse     return the layer itself if `auto_inverse` decides how to use a stored inverse
 
     Layers inside a layer are called as `layer(x)`, so that hooks see them.
@@ -140,6 +141,8 @@ class Bijection(nn.Module):
     surrogate_is_exact = True
     # Whether `after_step` draws random numbers.
     draws_after_step = False
+    # Whether the layer, or one inside it, uses `context`. Assumed of layers that do not say otherwise.
+    takes_context: bool = True
 
     @property
     def inverse_tracker(self) -> InverseTracker | None:
@@ -220,6 +223,10 @@ class Chain(Bijection):
     def __getitem__(self, index: int | slice) -> Bijection:
         """Returns one layer, or a chain of a slice of them; both share their parameters with this chain."""
         return Chain(*list(self)[index]) if isinstance(index, slice) else list(self)[index]
+
+    @property
+    def takes_context(self) -> bool:  # type: ignore[override]
+        return any(layer.takes_context for layer in self)
 
     @property
     def reconstruction_names(self) -> tuple[str, ...]:
@@ -308,8 +315,7 @@ def located(place: str) -> Iterator[None]:
 
 
 def _check_finite(layer: Bijection, method: str, out: Tensor, log_det: Tensor) -> None:
-    # One sum and one read for the usual case: a non-finite entry anywhere makes the sum non-finite.
-    if torch.isfinite(out.sum() + log_det.sum()):
+    if sums_are_finite(out, log_det):  # the usual case
         return
     for what, value in (("output", out), ("log_det", log_det)):
         expect_finite(f"{type(layer).__name__}.{method}", what, value, lambda: "; look for non-finite inputs or parameters")

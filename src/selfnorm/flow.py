@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Sequence
-from typing import Literal, Protocol, cast, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
+from selfnorm.base import BaseDistribution, StandardNormal
 from selfnorm.bijection import Bijection, Chain, InversePlan, InverseTracker, PlannedInverse, Surrogate
+from selfnorm.linalg.accurate import ChosenPrecision, forward_accurately, inverse_accurately
 from selfnorm.linalg.iterations import MAX_REFINEMENTS
-from selfnorm.runtime.autograd import is_transformed
-from selfnorm.runtime.checks import describe, event_shape, expect_finite, expect_float, expect_shape
+from selfnorm.linalg.wide import in_float64
+from selfnorm.runtime.autograd import is_transformed, is_vectorised
+from selfnorm.runtime.checks import describe, expect_finite, expect_float
 from selfnorm.runtime.context import current_step
 from selfnorm.runtime.marks import TensorMark, marks_of, unchanged
 from selfnorm.runtime.modules import all_modules
-from selfnorm.runtime.shapes import ShapeMemory
 
 Inverse = Literal["auto", "learned", "exact", "refined"]
 
@@ -28,55 +29,6 @@ LARGEST_ERROR = 0.1
 
 class InaccurateInverseWarning(RuntimeWarning):
     """Issued when samples by the learned inverse do not follow the density, because the learned inverse is too far off."""
-
-
-class StandardNormal(ShapeMemory):
-    """Standard normal N(0, I) over latents of a shape; if that is None, over the shape of the last latent scored.
-
-    In the latter case the shape is part of the state dict, so that a flow can sample once it has loaded its state.
-    """
-
-    _like: Tensor
-
-    def __init__(self, shape: int | Sequence[int] | None = None) -> None:
-        super().__init__()
-        self._fixed = None if shape is None else event_shape("StandardNormal", shape)
-        self._seen = self._fixed
-        # Carries device and dtype along with .to().
-        self.register_buffer("_like", torch.zeros(()), persistent=False)
-
-    def extra_repr(self) -> str:
-        return "" if self._fixed is None else f"{self._fixed}"
-
-    def log_prob(self, z: Tensor) -> Tensor:
-        """Returns log N(z; 0, I), (N,)."""
-        self.remember_shape(z)
-        dimensions = math.prod(z.shape[1:])
-        return -0.5 * z.square().flatten(1).sum(1) - 0.5 * dimensions * math.log(2 * math.pi)
-
-    def remember_shape(self, z: Tensor) -> None:
-        """Remembers the latent's shape for `sample`; raises ValueError if the shape was fixed and differs."""
-        if self._fixed is not None:
-            expect_shape(self, z, *self._fixed)
-        elif self._seen != z.shape[1:]:
-            self._seen = tuple(z.shape[1:])
-
-    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Returns n draws, (n, *shape), on this module's device and in its dtype."""
-        if self._seen is None:
-            raise ValueError(
-                "StandardNormal: expected a known latent shape, got none; build the flow with base=StandardNormal(shape), "
-                "score a batch of data once, or load the state of a flow that has"
-            )
-        return torch.randn(n, *self._seen, generator=generator, device=self._like.device, dtype=self._like.dtype)
-
-
-class BaseDistribution(Protocol):
-    """Interface of the latent distribution of a `Flow`, which must be a module as well."""
-
-    def log_prob(self, z: Tensor) -> Tensor: ...
-
-    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor: ...
 
 
 class Flow(nn.Module):
@@ -92,6 +44,7 @@ class Flow(nn.Module):
     """
 
     _last_inverse: Inverse | None = None  # of the last call of `decode`
+    _precision: ChosenPrecision | None = None  # of the last call of `log_prob` or `encode` that had to choose one
 
     def __init__(self, bijection: Bijection, base: nn.Module | BaseDistribution | None = None) -> None:
         super().__init__()
@@ -147,10 +100,15 @@ class Flow(nn.Module):
         return f"{stored} inverse" + (", refined, or the exact one where that failed" if self._last_inverse == "refined" else "")
 
     def log_prob(self, x: Tensor, *, context: Tensor | None = None) -> Tensor:
-        """Returns log p(x), (N,): exact. Linear layers factorise their weight once; further batches cost no factorisation."""
+        """Returns log p(x), (N,): exact. Linear layers factorise their weight once; further batches cost no factorisation.
+
+        Up to condition numbers of 1e8, the error is below 1e-3 nats a dimension before the result is rounded to x's dtype, in
+        float32 too: where float32 would not do, the whole flow is evaluated in float64. Above, a warning says so, once for each
+        set of weights. Under transforms of torch.func everything stays in x's dtype, and under vmap no value is checked.
+        """
         z, log_det = self._encode("log_prob", x, context)
-        log_prob = self._base_log_prob(z) + log_det
-        if torch.isnan(log_prob).any():
+        log_prob = (self._base_log_prob(z, wide=z.dtype != x.dtype) + log_det).to(x)
+        if not is_vectorised() and torch.isnan(log_prob).any():
             raise ValueError(f"Flow.log_prob: expected numbers, got NaN from the base distribution {type(self.base).__name__}")
         return log_prob
 
@@ -160,6 +118,7 @@ class Flow(nn.Module):
 
         loss = −log_det.mean() + λ·reconstruction.sum(1).mean()
         """
+        self.expect_context("surrogate", context)
         expect_float("Flow.surrogate", x)
         step = current_step()
         z, log_det, reconstruction = step.surrogate_of(self.bijection, x, context)
@@ -180,7 +139,7 @@ class Flow(nn.Module):
 
     def encode(self, x: Tensor, *, context: Tensor | None = None) -> Tensor:
         """Maps x → z, exactly."""
-        return self._encode("encode", x, context)[0]
+        return self._encode("encode", x, context)[0].to(x)
 
     def decode(self, z: Tensor, inverse: Inverse = "auto", *, context: Tensor | None = None) -> Tensor:
         """Maps z → x. `inverse` says how, in layers with a learned inverse R of their weight W; other layers are exact.
@@ -191,13 +150,15 @@ class Flow(nn.Module):
         learned:  R alone, one product: the fastest, and as accurate as R, also in its derivatives. Warns with an
                   `InaccurateInverseWarning` if ‖RW − I‖_F/√D is above 0.1 in a layer, once for each set of weights (see
                   `check_learned_inverses`).
-        exact:    a factorisation of W for each set of weights, kept in eval mode.
+        exact:    a factorisation of W for each set of weights, kept in eval mode; the whole flow in float64 where the layers'
+                  condition numbers ask for it.
         refined:  R, refined until the residual of each z is below a tolerance; exact with a warning where that does not converge.
 
         `inverse_used` tells afterwards what "auto" did.
         """
         if inverse not in get_args(Inverse):
             raise ValueError(f"Flow.decode: expected inverse to be one of {', '.join(get_args(Inverse))}, got {inverse!r}")
+        self.expect_context("decode", context)
         expect_float("Flow.decode", z)
         if inverse != self._last_inverse:  # a module takes long to set an attribute
             self._last_inverse = inverse
@@ -209,7 +170,7 @@ class Flow(nn.Module):
         elif inverse == "refined":
             x = self.bijection.refined_inverse(z, context=context)
         else:
-            x = self.bijection.inverse(z, context=context)[0]
+            x = inverse_accurately(self.bijection, z, context)
         expect_finite(f"Flow.decode(inverse={inverse!r})", "result", x, self._non_finite_parameters)
         return x
 
@@ -262,6 +223,7 @@ class Flow(nn.Module):
 
         "learned" is the cheapest, and only as accurate as the learned inverse. `inverse_used` tells afterwards what "auto" did.
         """
+        self.expect_context("sample", context)
         return self.decode(self._draw(n, generator), inverse, context=context)
 
     def sample_and_log_prob(
@@ -273,11 +235,13 @@ class Flow(nn.Module):
         context: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns n draws of x and the exact log p(x) of each, (n,), for any kind of inverse; see `decode`. Differentiable."""
+        self.expect_context("sample_and_log_prob", context)
         x = self.decode(self._draw(n, generator), inverse, context=context)
         return x, self.log_prob(x, context=context)
 
     def initialize(self, x: Tensor, *, context: Tensor | None = None) -> None:
         """Initialises layers from a first batch of data (`ActNorm`); call it once, before the first step."""
+        self.expect_context("initialize", context)
         expect_float("Flow.initialize", x)
         expect_finite("Flow.initialize", "input", x)
         self.bijection.initialize(x, context=context)
@@ -285,6 +249,14 @@ class Flow(nn.Module):
     def after_step(self, *, generator: torch.Generator | None = None) -> None:
         """Runs the layers' hooks; call it after each optimiser step. `generator` is for layers that draw random numbers."""
         self.bijection.after_step(generator=generator)
+
+    def expect_context(self, method: str, context: Tensor | None) -> None:
+        """Raises ValueError for a context that no layer would use."""
+        if context is not None and not self.bijection.takes_context:
+            raise ValueError(
+                f"Flow.{method}: expected no context, since no layer of this flow ({_in_short(self.bijection)}) takes one, "
+                "got one; leave it out, or build a layer for it, such as AffineCoupling(…, context_channels=…)"
+            )
 
     def _layers(self) -> dict[str, Bijection]:
         return {name: module for name, module in self.bijection.named_modules() if isinstance(module, Bijection)}
@@ -294,8 +266,10 @@ class Flow(nn.Module):
             raise ValueError(f"Flow.sample: expected a number of samples of at least 0, got {n}")
         return self.base.sample(n, generator=generator)
 
-    def _base_log_prob(self, z: Tensor) -> Tensor:
-        log_prob = self.base.log_prob(z)
+    def _base_log_prob(self, z: Tensor, wide: bool = False) -> Tensor:
+        # A StandardNormal has no numbers, and remembers the shape of z.
+        base = in_float64(self.base) if wide and not isinstance(self.base, StandardNormal) else self.base  # type: ignore[type-var]
+        log_prob = base.log_prob(z)
         if log_prob.shape != z.shape[:1]:
             raise ValueError(
                 f"Flow: expected {type(self.base).__name__}.log_prob(z) to give one number for each example, shape "
@@ -308,12 +282,23 @@ class Flow(nn.Module):
         return f"; non-finite parameters: {', '.join(names)}" if names else ""
 
     def _encode(self, method: str, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns z and log|det ∂z/∂x|, in float64 where float32 is not enough."""
+        self.expect_context(method, context)
         expect_float(f"Flow.{method}", x)
         expect_finite(f"Flow.{method}", "input", x)
-        z, log_det = self.bijection(x, context=context)
+        last = self._precision
+        z, log_det, choice = forward_accurately(f"Flow.{method}", self.bijection, x, context, last)
+        if choice is not last:
+            self._precision = choice
         expect_finite(f"Flow.{method}", "latent", z, self._non_finite_parameters)
         expect_finite(f"Flow.{method}", "log-determinant", log_det, self._non_finite_parameters)
         return z, log_det
+
+
+def _in_short(bijection: Bijection) -> str:
+    """Returns the names of a flow's layers, of a long chain the first five."""
+    names = [type(layer).__name__ for layer in bijection] if isinstance(bijection, Chain) else [type(bijection).__name__]
+    return ", ".join(names[:5]) + (f", … {len(names)} in all" if len(names) > 5 else "")
 
 
 def _in_words(plans: dict[str, InversePlan | None], stored: str) -> str:

@@ -9,8 +9,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from selfnorm.base import StandardNormal
 from selfnorm.bijection import Bijection, Chain
-from selfnorm.flow import Flow, StandardNormal
+from selfnorm.flow import Flow
 from selfnorm.layers.activation import Logit, SmoothLeakyReLU
 from selfnorm.layers.actnorm import ActNorm
 from selfnorm.layers.affine import Affine, Standardize

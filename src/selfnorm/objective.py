@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from selfnorm.base import StandardNormal
 from selfnorm.bijection import Chain
-from selfnorm.flow import Flow, StandardNormal
+from selfnorm.flow import Flow
 from selfnorm.kernels.dispatch import usable
 from selfnorm.linalg.learned import LearnedInverse, is_learned_inverse
 from selfnorm.penalties import GECO, MDMM, Fixed, Penalty
@@ -90,6 +91,7 @@ class Loss(nn.Module):
     ) -> tuple[Tensor, Metrics]:
         """Returns the loss of the rest of `Flow.split_preprocessing`, without the log-determinant of the preprocessing."""
         expect_batch(self, x)
+        flow.expect_context("surrogate", context)
         if len(x) == 0:
             raise ValueError("Loss: expected at least one example, got none")
         with step_context(inverse_likelihood=self.inverse_likelihood):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -15,7 +16,8 @@ import selfnorm
 from selfnorm.cli.application import command
 from selfnorm.data import cifar10, load_dataset, mnist
 from selfnorm.train import checkpoint as checkpoints
-from selfnorm.train.checkpoint import read_checkpoint
+from selfnorm.train.checkpoint import read_checkpoint, save_checkpoint
+from selfnorm.train.folder import RunFolder
 from support.commandline import SHORT, digest, fails, invoke, numbers, ok, write_csv
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -154,6 +156,30 @@ def test_a_damaged_recipe(digits_run, tmp_path):
     assert "expected TOML" in fails("train", "--resume", tmp_path)
     (tmp_path / "recipe.toml").write_text('name = "x"\ncolour = "red"\n')
     assert "unknown colour" in fails("train", "--resume", tmp_path)
+
+
+def test_a_data_folder_for_a_set_without_files(digits_run, tmp_path):
+    for arguments in (
+        ("train", *SHORT),
+        ("compare", "digits-fc-snf"),
+        ("eval", digits_run[0]),
+        ("train", "--resume", digits_run[0]),
+    ):
+        assert "expected no data folder for digits, which needs no files" in fails(*arguments, "--data", tmp_path)
+
+
+def test_a_run_that_stored_a_needless_data_folder_is_of_use(digits_run, tmp_path):
+    """Such as one of an earlier version, which took any folder for any data."""
+    run = tmp_path / "run"
+    shutil.copytree(digits_run[0], run)
+    recipe = run / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace("# folder is not set", f'folder = "{tmp_path}"'))
+    assert RunFolder(run).read_recipe().data.folder == str(tmp_path)
+    for file in (run / "best.safetensors", run / "last.safetensors"):
+        checkpoint = read_checkpoint(file)
+        save_checkpoint(file, replace(checkpoint, recipe=checkpoint.recipe.changed(folder=str(tmp_path))))
+    ok("eval", run)
+    ok("train", "--resume", run, "-q")
 
 
 def test_mnist_with_a_wrong_magic_number(tmp_path, monkeypatch):

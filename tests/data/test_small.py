@@ -94,6 +94,20 @@ def test_every_name_can_be_asked_for(tmp_path):
             assert load_dataset(name).name == name
 
 
+@pytest.mark.parametrize("name", ["digits", "rings"])
+def test_a_data_folder_for_a_set_without_files_is_an_error(name, tmp_path):
+    with pytest.raises(
+        ValueError, match=rf"load_dataset: expected no data folder for {name}, which needs no files, got {tmp_path}"
+    ):
+        load_dataset(name, tmp_path)
+
+
+def test_a_data_folder_for_a_file_of_ones_own_is_an_error(tmp_path):
+    np.save(tmp_path / "table.npy", np.random.default_rng(0).normal(size=(20, 2)))
+    with pytest.raises(ValueError, match=r"expected no data folder for .*table\.npy, which is a path of its own"):
+        load_dataset(str(tmp_path / "table.npy"), tmp_path)
+
+
 # Splitting your own data
 
 

@@ -70,7 +70,7 @@ def test_factors_are_kept_in_eval_mode_only(layer_and_x, factorisations):
     layer.inverse(x)
     layer.inverse(x)
     assert len(factorisations) == 2
-    assert layer._factors._lu is None
+    assert layer._factors._last.lu is None
     layer(x)
     assert len(factorisations) == 2  # the scalar is kept all the same
 

@@ -28,12 +28,12 @@ class PretendedGraph:
 
     def __init__(self, function, z):
         self.layers = function.__self__._layers
-        self.plans = [layer._plan for layer in self.layers]
+        self.plans = [layer.last_plan for layer in self.layers]
         self.function, self.z = function, z.clone()
         self.x, self.valid = map(torch.empty_like, function(z))
 
     def replay(self):
-        plans = [layer._plan for layer in self.layers]
+        plans = [layer.last_plan for layer in self.layers]
         self._plan(self.plans)
         for memory, value in zip((self.x, self.valid), self.function(self.z), strict=True):
             memory.copy_(value)
@@ -41,7 +41,7 @@ class PretendedGraph:
 
     def _plan(self, plans):
         for layer, plan in zip(self.layers, plans, strict=True):
-            layer._plan = plan
+            layer._planned = layer._planned and layer._planned._replace(plan=plan)
 
 
 @torch.inference_mode(False)

@@ -16,7 +16,7 @@ from selfnorm.data.layout import EVERYTHING, TableLayout, constant_columns, with
 from selfnorm.data.locate import OnProgress
 from selfnorm.runtime.checks import did_you_mean
 
-__all__ = ["NAMES", "Dataset", "load_dataset", "read_examples"]
+__all__ = ["NAMES", "Dataset", "load_dataset", "read_examples", "reads_folder"]
 
 _LOADERS: dict[str, Callable[[str | Path | None, OnProgress | None], Dataset]] = {
     "mnist": mnist.load_mnist,
@@ -24,6 +24,11 @@ _LOADERS: dict[str, Callable[[str | Path | None, OnProgress | None], Dataset]] =
     "imagenet32": imagenet32.load_imagenet32,
 }
 NAMES: tuple[str, ...] = ("digits", *_LOADERS, *small.TOYS)
+
+
+def reads_folder(name: str) -> bool:
+    """Returns whether a data set of this name or path is read from a data folder: mnist, cifar10 and imagenet32 are."""
+    return name in _LOADERS
 
 
 def load_dataset(
@@ -38,8 +43,9 @@ def load_dataset(
 ) -> Dataset:
     """Returns a built-in data set, given one of `NAMES`, or your own, given the path of a file or of a folder of images.
 
-    data_dir:     the folder that holds the files of mnist, cifar10, imagenet32; by default $SELFNORM_DATA. With neither, they
-                  are taken from the user's cache folder, into which mnist and cifar10 are downloaded on first use.
+    data_dir:     the folder that holds the files of mnist, cifar10, imagenet32, an error for others; by default
+                  $SELFNORM_DATA. With neither, they are taken from the user's cache folder, into which mnist and cifar10 are
+                  downloaded on first use.
     levels:       the number of grey levels in your own 8-bit images, if not 256.
     header:       whether the first line of your own text file holds names; by default decided by what the lines look like.
     drop, keep:   columns of your own table to leave out, and to keep where they would be left out: columns without a name that
@@ -53,6 +59,12 @@ def load_dataset(
     >>> load_dataset("digits").shape
     (1, 8, 8)
     """
+    if data_dir is not None and not reads_folder(name):
+        what = "which needs no files" if name in NAMES else "which is a path of its own"
+        raise ValueError(
+            f"load_dataset: expected no data folder for {name}, {what}, got {data_dir}; leave out --data (data_dir), "
+            f"which is for {', '.join(_LOADERS)}"
+        )
     if name in NAMES:
         if header is not None or drop or set(keep) - {EVERYTHING}:
             raise ValueError(f"load_dataset: expected header, drop and keep only for your own tables, got them for {name}")

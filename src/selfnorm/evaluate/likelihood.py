@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,16 +47,42 @@ def bits_per_dim(nats: float, dimensions: int) -> float:
     return nats / (dimensions * math.log(2))
 
 
+class _Evaluated(NamedTuple):
+    """A module in eval mode for the sake of `users` blocks, and the mode of each of its parts before the first of them."""
+
+    users: int
+    training: list[tuple[nn.Module, bool]]
+
+
+_evaluated: weakref.WeakKeyDictionary[nn.Module, _Evaluated] = weakref.WeakKeyDictionary()
+_evaluated_lock = threading.Lock()
+
+
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Context manager that switches to eval mode without gradients, and restores the previous mode afterwards."""
-    training = module.training
-    module.eval()
+    """Context manager that switches to eval mode without gradients, and restores the previous modes afterwards.
+
+    Several threads may use it on the same module: the last one that leaves restores them.
+    """
+    with _evaluated_lock:
+        known = _evaluated.get(module)
+        _evaluated[module] = _Evaluated(1, _modes(module)) if known is None else known._replace(users=known.users + 1)
+        module.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        module.train(training)
+        with _evaluated_lock:
+            users, training = _evaluated.pop(module)
+            if users > 1:
+                _evaluated[module] = _Evaluated(users - 1, training)
+            else:
+                for part, mode in training:
+                    part.training = mode
+
+
+def _modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
+    return [(part, part.training) for part in module.modules()]
 
 
 def log_likelihoods(flow: Flow, batches: Iterable[Tensor]) -> Tensor:

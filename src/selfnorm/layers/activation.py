@@ -12,7 +12,7 @@ from selfnorm.bijection import Bijection, Surrogate
 from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.events import sum_event
 from selfnorm.layers.fusable import FusableLayer
-from selfnorm.runtime.autograd import is_differentiated
+from selfnorm.runtime.autograd import is_differentiated, is_vectorised
 from selfnorm.runtime.checks import describe, expect_batch
 
 
@@ -27,6 +27,8 @@ class SmoothLeakyReLU(FusableLayer):
     >>> layer.inverse(z)[0].round(decimals=4) + 0.0
     tensor([[-1.,  0.,  1.]])
     """
+
+    takes_context = False
 
     def __init__(self, alpha: float = 0.3) -> None:
         super().__init__()
@@ -89,6 +91,8 @@ class Logit(Bijection):
     tensor([[0.0000, 2.9440]])
     """
 
+    takes_context = False
+
     def __init__(self, alpha: float = 1e-6) -> None:
         super().__init__()
         if not 0 <= alpha < 0.5:
@@ -101,7 +105,7 @@ class Logit(Bijection):
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         left, right = self._sides(x)
         outside = ~((left > 0) & (right > 0))  # catches NaN too
-        if outside.any():
+        if not is_vectorised() and outside.any():
             worst = x[outside]
             raise ValueError(
                 f"{describe(self)}: expected values in {'[0, 1]' if self.alpha else '(0, 1)'}, got {worst.numel()} outside it, "

@@ -20,6 +20,7 @@ class ActNorm(FusableLayer):
     (N, C, …).
     """
 
+    takes_context = False
     initialized: Tensor
 
     def __init__(self, channels: int) -> None:

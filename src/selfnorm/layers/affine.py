@@ -14,6 +14,7 @@ from selfnorm.runtime.checks import describe, event_shape, expect_batch, expect_
 class Affine(Bijection):
     """z = (x + shift)·scale, fixed. shift, scale: numbers, or tensors that broadcast against one example."""
 
+    takes_context = False
     shift: Tensor
     scale: Tensor
 
@@ -21,12 +22,14 @@ class Affine(Bijection):
         super().__init__()
         self.register_buffer("shift", torch.as_tensor(shift, dtype=torch.get_default_dtype()).detach().clone())
         self.register_buffer("scale", torch.as_tensor(scale, dtype=torch.get_default_dtype()).detach().clone())
+        if self.scale.is_meta:  # its numbers come with a state
+            return
         if not (torch.isfinite(self.scale) & (self.scale != 0)).all() or not torch.isfinite(self.shift).all():
             raise ValueError(f"Affine: expected a finite shift and a finite scale other than 0, got {shift} and {scale}")
 
     def extra_repr(self) -> str:
         return ", ".join(
-            f"{name}={value.item():g}" if value.dim() == 0 else f"{name} of shape {tuple(value.shape)}"
+            f"{name}={value.item():g}" if value.dim() == 0 and not value.is_meta else f"{name} of shape {tuple(value.shape)}"
             for name, value in (("shift", self.shift), ("scale", self.scale))
         )
 

@@ -98,6 +98,10 @@ class AffineCoupling(FusableLayer):
         self.context_channels = context_channels
         self.affine = ConditionalAffine(channels - channels // 2, channels // 2 + context_channels, hidden)
 
+    @property
+    def takes_context(self) -> bool:  # type: ignore[override]
+        return self.context_channels > 0
+
     def extra_repr(self) -> str:
         return f"{self.channels}, hidden={self.affine.hidden}, context_channels={self.context_channels}"
 

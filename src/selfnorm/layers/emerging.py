@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,10 +16,12 @@ from selfnorm.kernels.conv.choice import DEFAULT_GEOMETRY, conv_kernels_fit
 from selfnorm.layers.exact import Conv1x1
 from selfnorm.layers.fusable import FusableLayer
 from selfnorm.layers.linear import odd_kernel
+from selfnorm.linalg.condition import KnownCondition, estimate_norm, norm_probes
 from selfnorm.linalg.convmatrix import Geometry, conv_matrix, convolve, dirac, flip, kernel_gradient
 from selfnorm.linalg.factors import SingularWeightError, to_float64
-from selfnorm.runtime.autograd import in_full_precision
+from selfnorm.runtime.autograd import in_full_precision, is_transformed, is_vectorised
 from selfnorm.runtime.checks import describe, expect_like, expect_shape, positive_int
+from selfnorm.runtime.context import current_step
 
 Mask = Literal["quadrant", "raster"]
 # Images are solved by rows if a row has at most this many values, C·W, and by fronts otherwise. Time by rows divided by time by
@@ -43,6 +47,7 @@ class AutoregressiveConv2d(FusableLayer):
     True
     """
 
+    takes_context = False
     tap_mask: Tensor
 
     def __init__(
@@ -65,8 +70,8 @@ class AutoregressiveConv2d(FusableLayer):
         noise = nn.init.xavier_normal_(torch.empty(self.channels, self.channels, *self.kernel_size), gain=0.01)
         self.weight = nn.Parameter(dirac(self.channels, self.kernel_size) + noise)
         self.bias = nn.Parameter(torch.zeros(self.channels)) if bias else None
-        tap_mask = autoregressive_mask(self.channels, self.kernel_size, mask)
-        self.register_buffer("tap_mask", tap_mask.flip(0, 1, 2, 3) if mirrored else tap_mask, persistent=False)
+        self.register_buffer("tap_mask", self._make_mask(), persistent=False)
+        self._condition = KnownCondition()
 
     def extra_repr(self) -> str:
         return (
@@ -88,7 +93,7 @@ class AutoregressiveConv2d(FusableLayer):
         x = AutoregressiveSolve.apply(
             to_float64(z - self._broadcast_bias()), to_float64(self._kernel()), self.mirrored, self.mask
         ).to(z)
-        if not torch.isfinite(x.sum()) and torch.isfinite(z.sum()) and torch.isfinite(self.weight.sum()):
+        if not is_vectorised() and not torch.isfinite(x.sum()) and torch.isfinite(z.sum()) and torch.isfinite(self.weight.sum()):
             raise ValueError(
                 f"{describe(self)}: expected an inverse that {z.dtype} can hold, got non-finite values from finite ones: the "
                 "other taps outweigh the centre, and errors grow exponentially along the image"
@@ -107,6 +112,14 @@ class AutoregressiveConv2d(FusableLayer):
     @in_full_precision
     def _plain(self, x: Tensor, *, context: Tensor | None) -> Surrogate:
         return Surrogate.exact(self._apply_weight(x), _triangular_log_det(self._diagonal(), x))
+
+    def _make_mask(self) -> Tensor:
+        tap_mask = autoregressive_mask(self.channels, self.kernel_size, self.mask)
+        return tap_mask.flip(0, 1, 2, 3) if self.mirrored else tap_mask
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.tap_mask.copy_(self._make_mask())  # a layer built on the meta device has none yet
 
     def _check_input(self, x: Tensor) -> None:
         expect_shape(self, x, self.channels, "H", "W")
@@ -127,13 +140,37 @@ class AutoregressiveConv2d(FusableLayer):
 
     def _exact_log_det(self, x: Tensor) -> Tensor:
         diagonal = self._diagonal()
-        zeros = int((diagonal == 0).sum())
+        zeros = 0 if is_vectorised() else int((diagonal == 0).sum())
         if zeros:
             raise SingularWeightError(
                 f"{describe(self)}: expected an invertible weight, got a singular one ({zeros} of {diagonal.numel()} entries "
                 "on the diagonal of its centre are 0); it has no exact inverse and no finite log-determinant"
             )
+        if current_step().conditions is not None and not is_transformed():
+            shape = tuple(x.shape[1:])
+            estimate = partial(self._estimate_condition, shape)
+            current_step().note_condition(self, self._condition.of(self._kernel(), shape, estimate))
         return _triangular_log_det(to_float64(diagonal), x)
+
+    def _estimate_condition(self, shape: tuple[int, ...], kernel: Tensor) -> Tensor:
+        """Returns an estimate of the condition number of T(w) for examples of a shape (C, H, W)."""
+        w, mirrored, mask = to_float64(kernel), self.mirrored, self.mask
+
+        def of_columns(operation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+            return lambda v: operation(v.mT.unflatten(1, shape)).flatten(1).mT
+
+        probes = norm_probes(math.prod(shape), w)
+        largest = estimate_norm(
+            of_columns(lambda x: convolve(x, w, DEFAULT_GEOMETRY)),
+            of_columns(lambda x: convolve(x, flip(w), DEFAULT_GEOMETRY)),
+            probes,
+        )
+        smallest = estimate_norm(
+            of_columns(lambda z: AutoregressiveSolve.apply(z, w, mirrored, mask)),
+            of_columns(lambda z: AutoregressiveSolve.apply(z, flip(w), not mirrored, mask)),
+            probes,
+        )
+        return largest * smallest
 
 
 class EmergingConv2d(Chain):

@@ -40,6 +40,7 @@ class ConvExponential(FusableLayer):
     """
 
     surrogate_is_exact = False
+    takes_context = False
 
     def __init__(self, channels: int, kernel_size: int | Sequence[int] = 3) -> None:
         super().__init__()

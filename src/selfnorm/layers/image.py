@@ -17,6 +17,8 @@ from selfnorm.runtime.shapes import ShapeMemory
 class Squeeze(Bijection):
     """Moves space into channels: (N, C, H, W) → (N, C·f², H/f, W/f). Each f × f patch of a channel becomes f² channels."""
 
+    takes_context = False
+
     def __init__(self, factor: int = 2) -> None:
         super().__init__()
         self.factor = positive_int("Squeeze", "factor", factor)
@@ -46,6 +48,8 @@ class Squeeze(Bijection):
 class Flatten(ShapeMemory, Bijection):
     """(N, *shape) → (N, D). Without a shape it takes any, and `inverse` returns to the last shape seen, before or after it was
     saved and loaded."""
+
+    takes_context = False
 
     def __init__(self, shape: int | Sequence[int] | None = None) -> None:
         super().__init__()
@@ -97,6 +101,10 @@ class Split(ShapeMemory, Bijection):
                 raise ValueError(f"Split: expected {name} to be a Bijection, got {type(part).__name__}")
         self.rest = rest
         self.prior = Chain() if prior is None else prior  # the empty chain is the identity
+
+    @property
+    def takes_context(self) -> bool:  # type: ignore[override]
+        return self.rest.takes_context  # the context of `prior` is the half that stays
 
     @property
     def reconstruction_names(self) -> tuple[str, ...]:

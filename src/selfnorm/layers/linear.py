@@ -13,9 +13,10 @@ from selfnorm.bijection import Bijection, Surrogate
 from selfnorm.kernels.conv.choice import conv_kernels_fit
 from selfnorm.linalg.blocks import BlockForm, Circular, Dense, PerPixel, ZeroPadded
 from selfnorm.linalg.convmatrix import Geometry, PaddingMode, convolve, dirac
-from selfnorm.linalg.factors import AmortisedLogDet, ExactFactors, FactoredSolve, log_abs_det, to_float64
-from selfnorm.runtime.autograd import in_full_precision, is_differentiated
+from selfnorm.linalg.factors import AmortisedLogDet, ExactFactors, FactoredSolve, Factorisation, log_abs_det, to_float64
+from selfnorm.runtime.autograd import in_full_precision, is_differentiated, is_vectorised
 from selfnorm.runtime.checks import describe, expect_like, expect_shape, pair, positive_int
+from selfnorm.runtime.context import current_step
 
 
 class LinearMap(Bijection):
@@ -28,6 +29,7 @@ class LinearMap(Bijection):
     the layer's own kernels, or if that is None `_plain(x)`, the same in separate operations.
     """
 
+    takes_context = False
     # One example's shape in the last batch, in either direction. Not state: a convolution takes images of any size.
     example_shape: tuple[int, ...] = ()
 
@@ -85,22 +87,40 @@ class LinearMap(Bijection):
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self.check_input(z)
         form = self.block_form(z)
-        lu, pivots = self._factors.lu(describe(self), self.weight, form, keep=not self.training)
-        log_det = -self._log_abs_det(z)
+        if is_vectorised():
+            x = form.join(
+                torch.linalg.solve(form.blocks(to_float64(self.weight)), form.split(to_float64(z - self.broadcast_bias())))
+            )
+            return x.to(z), -self._log_abs_det(z)
+        keep = not self.training
+        found = self._factors.factorise(describe(self), self.weight, form, with_lu=True, keep_lu=keep)
+        log_det = -self._log_abs_det(z, found)
         if z.shape[0] == 0:
             return z, log_det  # FFT libraries refuse an empty batch
+        assert found.lu is not None
+        lu, pivots = found.lu
         # W's blocks are rebuilt only if their derivatives are needed; otherwise the factors are enough.
         blocks = form.blocks(to_float64(self.weight)) if is_differentiated(self.weight) else lu
         columns = form.split(to_float64(z - self.broadcast_bias()))
         x = form.join(FactoredSolve.apply(blocks, columns, lu, pivots))
         return x.to(z), log_det
 
-    def _log_abs_det(self, x: Tensor) -> Tensor:
-        """Returns log|det W| for each example of x: exact; W is factorised again only in a backward pass, for the gradient."""
+    def _log_abs_det(self, x: Tensor, found: Factorisation | None = None) -> Tensor:
+        """Returns log|det W| for each example of x: exact; W is factorised again only in a backward pass, for the gradient.
+
+        found: the factorisation of W; by default the cached one, or a new one. Under vmap there is none, and no check of W.
+        """
         form = self.block_form(x)
-        value = self._factors.log_abs_det(describe(self), self.weight, form)
-        log_det = AmortisedLogDet.apply(self.weight, value, lambda weight: log_abs_det(to_float64(weight), form))
-        return log_det.to(x).repeat(x.shape[0])
+
+        def log_det_of(weight: Tensor) -> Tensor:
+            return log_abs_det(to_float64(weight), form)
+
+        if is_vectorised():
+            return log_det_of(self.weight).to(x).repeat(x.shape[0])
+        if found is None:
+            found = self._factors.factorise(describe(self), self.weight, form)
+        current_step().note_condition(self, found.condition)
+        return AmortisedLogDet.apply(self.weight, found.log_det, log_det_of).to(x).repeat(x.shape[0])
 
 
 class DenseMap(LinearMap):

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from selfnorm.bijection import Bijection
 from selfnorm.layers.linear import drop_stored_inverse
 from selfnorm.linalg.blocks import Dense
-from selfnorm.linalg.factors import ExactFactors, to_float64
-from selfnorm.runtime.autograd import in_full_precision
+from selfnorm.linalg.condition import KnownCondition, estimate_norm, norm_probes
+from selfnorm.linalg.factors import lu_factors, to_float64
+from selfnorm.runtime.autograd import in_full_precision, is_transformed
 from selfnorm.runtime.checks import describe, expect_like, expect_shape, positive_int
+from selfnorm.runtime.context import current_step
 
 
 class LULinear(Bijection):
@@ -31,6 +33,7 @@ class LULinear(Bijection):
     True
     """
 
+    takes_context = False
     permutation: Tensor
     signs: Tensor
     bias: Tensor | None
@@ -44,6 +47,7 @@ class LULinear(Bijection):
         self.bias = nn.Parameter(torch.zeros(features)) if bias else None
         self.register_buffer("permutation", permutation)
         self.register_buffer("signs", signs)
+        self._condition = KnownCondition()
 
     def extra_repr(self) -> str:
         return f"{self.features}, bias={self.bias is not None}"
@@ -57,6 +61,7 @@ class LULinear(Bijection):
     @in_full_precision
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self._check_input(x)
+        self._note_condition()
         half = torch.addmm(x * self._diagonal(self.factors), x, self.factors.triu(1).mT)  # Ux
         z = torch.addmm(half, half, self.factors.tril(-1).mT)[:, self.permutation]
         return z if self.bias is None else z + self.bias, self._log_det(x)
@@ -65,6 +70,7 @@ class LULinear(Bijection):
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Solves two triangular systems in float64."""
         self._check_input(z)
+        self._note_condition()
         packed = to_float64(self.factors)
         shifted = to_float64(z if self.bias is None else z - self.bias)
         back = shifted[:, self.permutation.argsort().to(shifted.device)].mT
@@ -72,6 +78,25 @@ class LULinear(Bijection):
         half = torch.linalg.solve_triangular(packed, back, upper=False, unitriangular=True)
         upper = packed.diagonal_scatter(self._diagonal(packed))
         return torch.linalg.solve_triangular(upper, half, upper=True).mT.to(z), -self._log_det(z)
+
+    def _note_condition(self) -> None:
+        if current_step().conditions is not None and not is_transformed():  # training must not wait for the device
+            current_step().note_condition(self, self._condition.of(self.factors, (), self._estimate_condition))
+
+    def _estimate_condition(self, factors: Tensor) -> Tensor:
+        """Returns an estimate of the condition number of LU, which is W's: P is a permutation."""
+        packed = to_float64(factors)
+        upper = packed.triu(1).diagonal_scatter(self._diagonal(packed))
+        lower = packed.tril(-1).diagonal_scatter(torch.ones_like(packed.diagonal()))
+        solve = torch.linalg.solve_triangular
+        probes = norm_probes(self.features, packed)
+        largest = estimate_norm(lambda v: lower @ (upper @ v), lambda v: upper.mT @ (lower.mT @ v), probes)
+        smallest = estimate_norm(
+            lambda v: solve(upper, solve(lower, v, upper=False), upper=True),
+            lambda v: solve(lower.mT, solve(upper.mT, v, upper=False), upper=True),
+            probes,
+        )
+        return largest * smallest
 
     def _log_det(self, x: Tensor) -> Tensor:
         return to_float64(self.factors.diagonal()).sum().to(x).repeat(x.shape[0])
@@ -97,7 +122,7 @@ class LULinear(Bijection):
 @torch.no_grad()
 def _factorise(who: str, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the factors, permutation and signs of a weight; raises `SingularWeightError` if it has none."""
-    packed, pivots = ExactFactors().lu(who, weight, Dense(), keep=False)
+    packed, pivots = lu_factors(who, weight, Dense())
     diagonal = packed.diagonal()
     permutation = torch.lu_unpack(packed, pivots, unpack_data=False)[0].argmax(1)
     factors = packed - diagonal.diag() + diagonal.abs().log().diag()

@@ -35,6 +35,8 @@ class SplineActivation(FusableLayer):
     True
     """
 
+    takes_context = False
+
     def __init__(self, shape: int | Sequence[int], bins: int = 5, bound: float = 10.0) -> None:
         super().__init__()
         self.shape = event_shape("SplineActivation", shape)

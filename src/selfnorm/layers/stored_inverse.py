@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,13 @@ from selfnorm.runtime.context import current_step
 from selfnorm.runtime.precision import full_float32
 
 
+class _Planned(NamedTuple):
+    """A plan, and the copies of W and R for which it was made."""
+
+    plan: InversePlan
+    copies: tuple[Tensor, Tensor]
+
+
 class StoredInverse(LinearMap):
     """z = Wx + b with an approximate inverse R at hand: one product instead of a factorisation. Abstract.
 
@@ -39,8 +46,7 @@ class StoredInverse(LinearMap):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._plan: InversePlan | None = None
-        self._planned_for: tuple[Tensor, Tensor] | None = None  # copies of W and R
+        self._planned: _Planned | None = None  # swapped as a whole, for threads
 
     def multiply_inverse(self, R: Tensor, z: Tensor) -> Tensor:
         """Returns Rz, for an R in the form of `weight_inv`."""
@@ -108,11 +114,13 @@ class StoredInverse(LinearMap):
     @property
     def last_plan(self) -> InversePlan | None:
         """What the last `auto_inverse` did; None before the first one."""
-        return self._plan
+        planned = self._planned
+        return None if planned is None else planned.plan
 
     def planned_weights(self) -> tuple[Tensor, ...]:
         """Returns the copies of W and R for which `last_plan` was made."""
-        return self._planned_for or ()
+        planned = self._planned
+        return () if planned is None else planned.copies
 
     @torch.no_grad()
     def plan_holds(self) -> Tensor:
@@ -146,19 +154,21 @@ class StoredInverse(LinearMap):
     @torch.no_grad()
     def _plan_for(self, z: Tensor) -> InversePlan:
         """Returns the plan for the present weights and examples like z: the last one, if it is still right, else a new one."""
-        shape, trusts, plan = self._probed_shape(tuple(z.shape[1:])), current_step().trusts_plans, self._plan
-        if plan is not None and plan.shape == shape:
-            if trusts or all(map(is_copy, self.planned_weights(), (self.weight, self.weight_inv))):
-                return plan
+        shape, trusts, last = self._probed_shape(tuple(z.shape[1:])), current_step().trusts_plans, self._planned
+        if last is not None and last.plan.shape == shape:
+            same = trusts or all(map(is_copy, last.copies, (self.weight, self.weight_inv)))
+            if same and self._planned is last:  # else another thread has written other weights into the copies
+                return last.plan
         elif trusts:
-            raise RuntimeError(f"{describe(self)}: expected a plan for examples of shape {shape}, got {plan}")
+            raise RuntimeError(f"{describe(self)}: expected a plan for examples of shape {shape}, got {last and last.plan}")
         with full_float32():
             noise = white_noise(shape, self.weight)
             steps, error = count_refinements(self.apply_weight, self.apply_inverse, noise, sampling_tolerance(z.dtype))
-        self._plan = InversePlan(steps, error, shape)
-        W, R = self._planned_for or (None, None)
-        self._planned_for = _copied(self.weight, W), _copied(self.weight_inv, R)
-        return self._plan
+        W, R = (None, None) if last is None else last.copies
+        self._planned = None  # while the copies change
+        made = _Planned(InversePlan(steps, error, shape), (_copied(self.weight, W), _copied(self.weight_inv, R)))
+        self._planned = made
+        return made.plan
 
     def _probed_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the smallest shape of examples on which I − RW has the norms that it has on examples of the given shape."""
@@ -171,7 +181,7 @@ class StoredInverse(LinearMap):
         weight = state_dict.get(prefix + "weight")
         if weight is not None and weight.shape == self.weight.shape and prefix + "weight_inv" not in state_dict:
             # The state of an exact twin.
-            if not torch.isfinite(weight).all():
+            if not weight.is_meta and not torch.isfinite(weight).all():
                 raise ValueError(f"{describe(self)}: expected finite weights to compute weight_inv from, got non-finite ones")
             state_dict[prefix + "weight_inv"] = self.inverse_of(to_float64(weight)).to(weight)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -47,6 +47,14 @@ def is_transformed() -> bool:
     return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
 
 
+def is_vectorised() -> bool:
+    """Returns whether torch.func.vmap is active: tensors may then stand for a batch, whose values Python code cannot read."""
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return any(each.key() == torch._C._functorch.TransformType.Vmap for each in stack)
+
+
 def is_differentiated(*tensors: Tensor) -> bool:
     """Returns whether a derivative with respect to one of the tensors may be asked for, in reverse or forward mode."""
     reverse = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

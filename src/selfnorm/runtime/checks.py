@@ -13,6 +13,8 @@ from typing import Protocol, SupportsIndex
 import torch
 from torch import Tensor, nn
 
+from selfnorm.runtime.autograd import is_vectorised
+
 
 class Describable(Protocol):
     """A module, or an object that looks like one."""
@@ -75,10 +77,20 @@ def expect_batch(layer: nn.Module, x: Tensor) -> None:
 
 
 def expect_finite(who: str, what: str, value: Tensor, hint: Callable[[], str] = str) -> None:
-    """Raises ValueError if `value` holds NaN or infinity, with `hint()` appended to the message. Waits for the device."""
+    """Raises ValueError if `value` holds NaN or infinity, with `hint()` appended to the message. Waits for the device.
+
+    Under vmap it checks nothing: a value then stands for a batch, which Python code cannot read.
+    """
+    if is_vectorised():
+        return
     bad = int((~torch.isfinite(value)).sum())
     if bad:
         raise ValueError(f"{who}: expected a finite {what}, got {bad} non-finite of {value.numel()} values{hint()}")
+
+
+def sums_are_finite(a: Tensor, b: Tensor) -> bool:
+    """Returns False if an entry is not finite, or if a sum overflows; True under vmap. One read of the device."""
+    return is_vectorised() or bool(torch.isfinite(a.sum() + b.sum()))
 
 
 def whole_number(who: str, name: str, value: SupportsIndex, least: int = 0) -> int:

@@ -17,6 +17,7 @@ has its own context, since layers run on the thread that calls them; backward pa
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -45,6 +46,7 @@ class StepContext:
     kernel_devices:  the device types on which Triton kernels replace plain PyTorch.
     trusts_plans:    whether `auto_inverse` follows the layers' last plans without a check that they are still right, for which
                      it would have to wait for the device; used to capture samples.
+    conditions:      where exact methods of linear layers note the layer and its estimated condition number; None means nowhere.
     """
 
     branches: Branches | None = None
@@ -54,6 +56,7 @@ class StepContext:
     observer: Callable[..., Any] | None = None
     kernel_devices: tuple[str, ...] = ("cuda",)
     trusts_plans: bool = False
+    conditions: list[tuple[nn.Module, float]] | None = None
 
     def on_side_stream(self, *reads: Tensor, recorded: bool = False) -> AbstractContextManager[Any]:
         """Context manager that runs its block on a side stream, if the step has any. Call `join` before you use the results.
@@ -72,6 +75,11 @@ class StepContext:
         """Returns the collector for a layer's gradients for these weights; None if the layer returns them to autograd."""
         trained = all(isinstance(weight, nn.Parameter) and weight.requires_grad for weight in weights)
         return self.collector if trained else None
+
+    def note_condition(self, layer: nn.Module, condition: float) -> None:
+        """Notes the condition number of a layer's linear map; NaN, from an overflow, counts as infinite."""
+        if self.conditions is not None:
+            self.conditions.append((layer, math.inf if math.isnan(condition) else condition))
 
     def surrogate_of(self, layer: Any, x: Tensor, context: Tensor | None) -> Any:
         """Returns `layer.surrogate(x, context=context)`, through the observer if there is one."""
@@ -99,10 +107,11 @@ def step_context(**changes: Any) -> Iterator[StepContext]:
     outside, process_before = getattr(_thread, "context", None), _process
     shared = changes.keys() & _PROCESS_FIELDS
     _thread.context = replace(current_step(), **changes)
-    _process = replace(_process, **{name: changes[name] for name in shared})
+    if shared:
+        _process = replace(_process, **{name: changes[name] for name in shared})
     try:
         yield _thread.context
     finally:
         _thread.context = outside
-        # Only these fields: another thread may have changed the others meanwhile.
-        _process = replace(_process, **{name: getattr(process_before, name) for name in shared})
+        if shared:  # only these fields: another thread may have changed the others meanwhile
+            _process = replace(_process, **{name: getattr(process_before, name) for name in shared})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, get_args
 
 import torch
@@ -63,11 +64,33 @@ def convolutions_in_tf32() -> bool:
     return bool(_of_convolutions().fp32_precision == "tf32")
 
 
-@contextmanager
-def full_float32() -> Iterator[None]:
+class _FullFloat32:
+    """Turns rounding off from the first thread's entry to the last one's exit: torch's switches belong to the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._switched = ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._users:
+                self._switched.enter_context(_rounding(False))
+            self._users += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self._switched.close()
+
+
+_full_float32 = _FullFloat32()
+
+
+def full_float32() -> AbstractContextManager[None]:
     """Context manager that turns off rounding of products: for small differences of large numbers, such as I − RW."""
-    with _rounding(False):
-        yield
+    return _full_float32
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from selfnorm.bijection import located
-from selfnorm.data import NAMES, load_dataset
+from selfnorm.data import NAMES, load_dataset, reads_folder
 from selfnorm.data.batches import Examples, generator_for
 from selfnorm.data.dataset import Dataset, fingerprint, is_image
 from selfnorm.data.locate import OnProgress
@@ -175,7 +175,8 @@ def _resumed_run(
             f"{folder.last}: expected the checkpoint to resume from, got none; {folder.best.name} can be "
             "evaluated and sampled from, but not resumed"
         )
-    recipe = stored.changed(folder=data_dir or stored.data.folder, on_divergence=on_divergence or stored.optimiser.on_divergence)
+    kept = stored.data.folder if reads_folder(stored.data.source) else None  # older runs stored it for any data
+    recipe = stored.changed(folder=data_dir or kept, on_divergence=on_divergence or stored.optimiser.on_divergence)
     dataset = dataset_of(recipe, on_progress)
     trainer = Trainer(recipe, dataset, device=device, folder=folder, report=report, save_every=save_every)
     with folder.locked():

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selfnorm.bijection import located
+from selfnorm.data import reads_folder
 from selfnorm.data.arrays import _examples
 from selfnorm.data.batches import Examples, generator_for
 from selfnorm.data.dataset import fingerprint
@@ -56,7 +57,8 @@ class Trained:
     def examples(self, part: str, data_dir: str | None = None) -> Examples:
         """Returns a part of the run's own data: "train", "validation" or "test"."""
         recipe = self.checkpoint.recipe
-        dataset = dataset_of(recipe.changed(folder=data_dir or recipe.data.folder))
+        stored = recipe.data.folder if reads_folder(recipe.data.source) else None  # older runs stored it for any data
+        dataset = dataset_of(recipe.changed(folder=data_dir or stored))
         self._check_shape(dataset.train, recipe.data.source)
         if fingerprint(dataset) != self.checkpoint.data:
             raise ValueError(f"{recipe.data.source}: expected the data that {self.path} was trained with, got other data there")

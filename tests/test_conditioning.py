@@ -1,0 +1,414 @@
+"""Likelihoods of float32 flows with ill-conditioned weights, compared with float64 at the same weights and the same x."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from selfnorm import (
+    ActNorm,
+    AffineCoupling,
+    Bijection,
+    Chain,
+    Conv1x1,
+    ExactConv2d,
+    ExactLinear,
+    Flatten,
+    Flow,
+    LULinear,
+    SelfNormConv2d,
+    SelfNormLinear,
+    SmoothLeakyReLU,
+    SplineActivation,
+    StandardNormal,
+    TrackedLinear,
+)
+from selfnorm.layers.emerging import AutoregressiveConv2d
+from selfnorm.linalg import accurate
+from selfnorm.linalg.wide import in_float64
+from selfnorm.models import fc_flow, glow
+from selfnorm.runtime.context import step_context
+
+FLOAT32 = torch.float32
+
+
+def conditioned(rows, condition):
+    """A random matrix whose singular values lie evenly in logarithm between √condition and its inverse."""
+    left, right = (torch.linalg.qr(torch.randn(rows, rows))[0] for _ in range(2))
+    return (left * torch.logspace(0.5, -0.5, rows, base=condition)) @ right
+
+
+def with_weights(bijection, *weights):
+    """A flow in float32 whose layers have these weights, in order, and biases."""
+    layers = [layer for layer in bijection.modules() if isinstance(getattr(layer, "weight", None), nn.Parameter)]
+    with torch.no_grad():
+        for layer, weight in zip(layers, weights, strict=True):
+            layer.weight.copy_(weight)
+            layer.bias.normal_()
+    return Flow(bijection).float().eval()
+
+
+def oracle(flow):
+    """The same weights in float64."""
+    return copy.deepcopy(flow).double()
+
+
+def assert_exact(flow, x, context=None):
+    """The error must be below 1e-3 nats a dimension, plus half a unit in the last place for storing the result in float32."""
+    expected = oracle(flow).log_prob(x.double(), context=context if context is None else context.double())
+    found = flow.log_prob(x, context=context)
+    assert found.dtype == FLOAT32 and torch.isfinite(expected).all()
+    stored = expected.abs() * torch.finfo(FLOAT32).eps / 2
+    assert ((found - expected).abs() <= 1e-3 * x[0].numel() + stored).all()
+
+
+def shaken(layer, scale=1.0):
+    with torch.no_grad():
+        layer.weight.add_(scale * torch.randn_like(layer.weight))
+    return layer
+
+
+def typical(flow, rows, n=100):
+    """Draws of the flow's own density: x is as large as W⁻¹ makes it."""
+    return oracle(flow).decode(torch.randn(n, rows), "exact").detach().float()
+
+
+@pytest.mark.parametrize("kind", [SelfNormLinear, ExactLinear, TrackedLinear])
+@pytest.mark.parametrize("rows", [4, 40])
+@pytest.mark.parametrize("condition", [1e2, 1e4, 1e5, 1e6, 1e7, 0.9e8])
+def test_the_likelihood_of_one_layer_is_exact_in_float32(kind, rows, condition):
+    flow = with_weights(kind(rows), conditioned(rows, condition))
+    assert_exact(flow, torch.randn(200, rows, dtype=FLOAT32))
+    assert_exact(flow, typical(flow, rows))
+
+
+def test_float64_is_exact_enough_to_compare_with():
+    """Against the 64 bits of mantissa of a long double, in NumPy."""
+    if np.finfo(np.longdouble).nmant < 63:
+        pytest.skip("long double is float64 here")
+    flow = with_weights(SelfNormLinear(4), conditioned(4, 0.9e8))
+    x = typical(flow, 4)
+    weight, bias = (
+        value.detach().double().numpy().astype(np.longdouble) for value in (flow.bijection.weight, flow.bijection.bias)
+    )
+    z = x.double().numpy().astype(np.longdouble) @ weight.T + bias
+    reduced, log_det = weight.copy(), np.longdouble(0)
+    for k in range(4):  # elimination with pivots
+        pivot = k + np.abs(reduced[k:, k]).argmax()
+        reduced[[k, pivot]] = reduced[[pivot, k]]
+        log_det += np.log(np.abs(reduced[k, k]))
+        reduced[k + 1 :] -= np.outer(reduced[k + 1 :, k] / reduced[k, k], reduced[k])
+    expected = -0.5 * (z * z).sum(1) - 2 * np.log(2 * np.longdouble(np.pi)) + log_det
+    found = oracle(flow).log_prob(x.double()).detach().numpy()
+    assert np.abs(found - expected).max() < 1e-8
+
+
+@pytest.mark.parametrize("between", [None, SmoothLeakyReLU, lambda: SplineActivation(6), lambda: ActNorm(6)])
+@pytest.mark.parametrize("condition", [30, 500, 1e4])
+def test_the_likelihood_of_a_chain_is_exact_in_float32(between, condition):
+    """Both layers stretch the same directions, so that their condition numbers multiply: neither alone shows it at 500."""
+    left, right = (torch.linalg.qr(torch.randn(6, 6))[0] for _ in range(2))
+    stretch = torch.logspace(0.5, -0.5, 6, base=condition).diag()
+    layers = (SelfNormLinear(6), *([between()] if between else []), SelfNormLinear(6))
+    flow = with_weights(Chain(*layers), stretch @ left, right @ stretch)
+    assert_exact(flow, torch.randn(200, 6, dtype=FLOAT32))
+
+
+@pytest.mark.parametrize("weights", ["narrow", "wide"])
+def test_a_multiscale_flow_with_one_bad_layer_is_exact_in_float32(weights):
+    flow = glow((1, 8, 8), steps=2, hidden=8)
+    with torch.no_grad():
+        for parameter in flow.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+        mixing = [layer for layer in flow.modules() if isinstance(layer, SelfNormConv2d)]
+        if weights == "wide":
+            mixing[-1].weight.copy_(conditioned(8, 1e6)[:, :, None, None])
+    assert_exact(flow.float().eval(), torch.randn(20, 1, 8, 8, dtype=FLOAT32))
+
+
+def test_a_product_of_triangles_is_exact_in_float32():
+    layer = LULinear(5)
+    layer.load_state_dict({"weight": conditioned(5, 1e6), "bias": torch.randn(5)})
+    assert_exact(Flow(layer).float(), torch.randn(100, 5, dtype=FLOAT32))
+
+
+def nearly_blind():
+    """A circular convolution that all but loses the mean of an image."""
+    layer = shaken(ExactConv2d(1, 3, padding_mode="circular"))
+    with torch.no_grad():
+        layer.weight.sub_(layer.weight.mean() - 1e-6)
+    return layer
+
+
+def growing():
+    """A triangular convolution whose inverse grows along the image."""
+    layer = AutoregressiveConv2d(1, 3, mask="raster")
+    with torch.no_grad():
+        layer.weight.sub_(0.6)
+    return layer
+
+
+@pytest.mark.parametrize("make", [nearly_blind, growing])
+def test_an_ill_conditioned_convolution_is_exact_in_float32(make):
+    flow = Flow(make()).float().eval()
+    exact = oracle(flow).bijection
+    matrix = torch.func.jacrev(lambda x: exact(x)[0])(torch.zeros(1, 1, 6, 6)).reshape(36, 36)
+    assert 1e4 < torch.linalg.cond(matrix) < 1e8, "the test needs an ill-conditioned kernel"
+    assert_exact(flow, 30 * torch.randn(20, 1, 6, 6, dtype=FLOAT32))
+
+
+class Scaled(nn.Module):
+    """A base distribution with a matrix of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor([[2.0, 1.0], [0.0, 0.5]]))
+
+    def log_prob(self, z):
+        return -0.5 * (z @ self.factor.mT).square().sum(1) + self.factor.diagonal().log().sum() - math.log(2 * math.pi)
+
+    def sample(self, n, generator=None):
+        return torch.linalg.solve_triangular(self.factor, torch.randn(2, n).to(self.factor), upper=True).mT
+
+
+def test_a_base_of_the_users_own_takes_part_in_float64():
+    flow = with_weights(SelfNormLinear(2), conditioned(2, 1e6))
+    flow.base = Scaled().float()
+    x = torch.randn(50, 2, dtype=FLOAT32)
+    assert_exact(flow, x)
+    flow.log_prob(x).sum().backward()
+    assert flow.base.factor.grad.dtype == FLOAT32 and flow.base.factor.grad.abs().sum() > 0
+
+
+class ByClass(Bijection):
+    """Shifts by a vector for each class, an integer context."""
+
+    def __init__(self):
+        super().__init__()
+        self.shifts = nn.Embedding(3, 2)
+
+    def forward(self, x, *, context=None):
+        return x + self.shifts(context), x.new_zeros(len(x))
+
+    def inverse(self, z, *, context=None):
+        return z - self.shifts(context), z.new_zeros(len(z))
+
+
+def test_integer_contexts_stay_integers():
+    flow = Flow(Chain(ByClass(), SelfNormLinear(2))).float()
+    with torch.no_grad():
+        flow.bijection[1].weight.copy_(conditioned(2, 1e6))
+    x, classes = torch.randn(9, 2, dtype=FLOAT32), torch.arange(9) % 3
+    expected = oracle(flow).log_prob(x.double(), context=classes)
+    assert_close(flow.log_prob(x, context=classes).double(), expected, rtol=1e-6, atol=1e-3)
+    z = torch.randn(9, 2, dtype=FLOAT32)
+    back = oracle(flow).decode(z.double(), "exact", context=classes)
+    assert_close(flow.decode(z, "exact", context=classes).double(), back, rtol=1e-6, atol=0)
+
+
+def test_contexts_become_float64():
+    bad = Conv1x1(4)
+    with torch.no_grad():
+        bad.weight.copy_(conditioned(4, 1e6)[:, :, None, None])
+    flow = Flow(Chain(AffineCoupling(4, 4, context_channels=3), bad)).float().eval()
+    assert_exact(flow, torch.randn(7, 4, 3, 2, dtype=FLOAT32), torch.randn(7, 3, dtype=FLOAT32))
+
+
+def test_the_gradient_is_that_of_float64():
+    flow = with_weights(Chain(SelfNormLinear(5), SmoothLeakyReLU(), SelfNormLinear(5)), conditioned(5, 1e6), conditioned(5, 10))
+    exact, x = oracle(flow), torch.randn(20, 5, dtype=FLOAT32).requires_grad_()
+    other = x.detach().double().requires_grad_()
+    flow.log_prob(x).mean().backward()
+    exact.log_prob(other).mean().backward()
+    assert_close(x.grad.double(), other.grad, rtol=1e-6, atol=1e-6)
+    for found, expected in zip(flow.parameters(), exact.parameters(), strict=True):
+        assert (found.grad is None) == (expected.grad is None)
+        if found.grad is not None:
+            assert found.grad.dtype == FLOAT32
+            assert_close(found.grad.double(), expected.grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("condition", [1e5, 0.9e8])
+def test_exact_codes_are_those_of_float64(condition):
+    """Rounding z to float32 is all that a round trip loses."""
+    flow = with_weights(Chain(SelfNormLinear(4), SelfNormLinear(4)), conditioned(4, condition), conditioned(4, 10))
+    exact, x = oracle(flow), torch.randn(50, 4, dtype=FLOAT32)
+    assert_close(flow.encode(x), exact.encode(x.double()).float(), rtol=1e-6, atol=0)
+    z = torch.randn(50, 4, dtype=FLOAT32)
+    assert_close(flow.decode(z, "exact"), exact.decode(z.double(), "exact").float(), rtol=1e-6, atol=0)
+
+
+def test_samples_know_their_exact_likelihood():
+    flow = with_weights(Chain(SelfNormLinear(4), SelfNormLinear(4)), conditioned(4, 1e7), conditioned(4, 10))
+    flow.encode(torch.zeros(1, 4, dtype=FLOAT32))
+    flow.base = StandardNormal(4).float()
+    x, found = flow.sample_and_log_prob(100, "exact")
+    assert (found - oracle(flow).log_prob(x.double())).abs().max() < 1e-3
+
+
+# What well-conditioned flows do
+
+
+def well_conditioned():
+    flow = fc_flow(6, layers=3, rotate=True)
+    with torch.no_grad():
+        for parameter in flow.parameters():
+            parameter.add_(0.01 * torch.randn_like(parameter))
+    return flow.float().eval()
+
+
+def test_well_conditioned_flows_stay_in_float32(monkeypatch):
+    monkeypatch.setattr(accurate, "in_float64", None)
+    flow, x = well_conditioned(), torch.randn(20, 6, dtype=FLOAT32)
+    z, log_det = flow.bijection(x)
+    assert torch.equal(flow.log_prob(x), flow.base.log_prob(z) + log_det)
+    assert torch.equal(flow.encode(x), z)
+    assert torch.equal(flow.decode(z, "exact"), flow.bijection.inverse(z)[0])
+
+
+@pytest.fixture
+def evaluations(monkeypatch):
+    """Lists the flows that were evaluated in float64."""
+    calls = []
+    original = accurate.in_float64
+    monkeypatch.setattr(accurate, "in_float64", lambda module: calls.append(module) or original(module))
+    return calls
+
+
+def test_many_harmless_layers_are_looked_at_once(evaluations):
+    """The product of their condition numbers bounds the error, but far from closely."""
+    layers = [SelfNormLinear(12) for _ in range(8)]
+    flow = with_weights(Chain(*layers), *(conditioned(12, 5) for _ in layers))
+    x = torch.randn(30, 12, dtype=FLOAT32)
+    z, log_det = flow.bijection(x)
+    for _ in range(3):
+        assert torch.equal(flow.log_prob(x), flow.base.log_prob(z) + log_det)
+    assert len(evaluations) == 1
+    with torch.no_grad():
+        layers[3].weight[0].mul_(2)
+    flow.log_prob(x)
+    flow.encode(x)
+    assert len(evaluations) == 2
+
+
+def test_factors_are_shared_between_dtypes(factorisations):
+    flow = with_weights(SelfNormLinear(4), conditioned(4, 1e6))
+    x = torch.randn(5, 4, dtype=FLOAT32)
+    factorisations.clear()
+    for _ in range(3):
+        flow.log_prob(x)
+    assert factorisations == ["lu_factor_ex"]
+
+
+def test_training_never_looks_at_condition_numbers(factorisations, evaluations):
+    flow = with_weights(Chain(ExactLinear(4), SmoothLeakyReLU()), conditioned(4, 1e6))
+    factorisations.clear()
+    flow.surrogate(torch.randn(5, 4, dtype=FLOAT32)).log_det.mean().backward()
+    assert factorisations == ["slogdet"] and evaluations == []
+
+
+# What is said above the limit
+
+
+def test_above_the_limit_a_warning_names_the_layer_once_for_each_set_of_weights():
+    flow, x = with_weights(Chain(SmoothLeakyReLU(), SelfNormLinear(4)), conditioned(4, 1e10)), torch.randn(5, 4, dtype=FLOAT32)
+    for _ in range(2):
+        with torch.no_grad():
+            flow.bijection[1].weight.copy_(conditioned(4, 1e10))
+        with pytest.warns(RuntimeWarning, match=r"Flow.log_prob: SelfNormLinear\(4, .*condition number of at most 1e\+08"):
+            flow.log_prob(x)
+        flow.log_prob(x)  # warnings are errors
+        flow.encode(x)
+
+
+def test_float64_is_good_for_more():
+    flow, x = with_weights(SelfNormLinear(4), conditioned(4, 1e10)).double(), torch.randn(5, 4)
+    flow.log_prob(x)
+    with torch.no_grad():
+        flow.bijection.weight.copy_(conditioned(4, 1e13))
+    with pytest.warns(RuntimeWarning, match=r"at most 1e\+12 for data in torch.float64"):
+        flow.log_prob(x)
+
+
+# Estimates
+
+
+LAYERS = {
+    "dense": (lambda: shaken(SelfNormLinear(30)), (30,)),
+    "1x1": (lambda: shaken(Conv1x1(6)), (6, 3, 2)),
+    "1x1 in groups": (lambda: shaken(SelfNormConv2d(6, 1, groups=2)), (6, 3, 2)),
+    "zero padding": (lambda: shaken(ExactConv2d(2, 3)), (2, 5, 4)),
+    "zero padding in groups": (lambda: shaken(SelfNormConv2d(4, 3, groups=2)), (4, 3, 4)),
+    "circular": (lambda: shaken(ExactConv2d(3, 3, padding_mode="circular")), (3, 5, 4)),
+    "triangular by rows": (lambda: shaken(AutoregressiveConv2d(2, 3)), (2, 4, 3)),
+    "triangular by fronts": (lambda: shaken(AutoregressiveConv2d(24, 3, mirrored=True, mask="raster"), 0.1), (24, 2, 3)),
+    "LU": (lambda: LULinear(30), (30,)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_condition_numbers_are_estimated_within_a_factor_of_two(name):
+    make, shape = LAYERS[name]
+    layer = make().eval()
+    if name == "LU":
+        layer.load_state_dict({"weight": torch.randn(30, 30), "bias": torch.zeros(30)})
+    noted = []
+    for _ in range(2):
+        with step_context(conditions=noted):
+            layer(torch.randn(3, *shape))
+    matrix = torch.func.jacrev(lambda x: layer(x)[0])(torch.zeros(1, *shape)).reshape(math.prod(shape), -1)
+    exact = torch.linalg.cond(matrix).item()
+    assert [who for who, _ in noted] == [layer, layer]
+    assert all(0.5 * exact < condition < 1.001 * exact for _, condition in noted)
+
+
+def test_an_image_of_another_size_has_another_condition():
+    layer, noted = shaken(AutoregressiveConv2d(1, 3), 2.0), []
+    for side in (2, 6):
+        with step_context(conditions=noted):
+            layer(torch.randn(1, 1, side, side))
+    assert noted[1][1] > 2 * noted[0][1]
+
+
+# The copy in float64
+
+
+def test_the_copy_computes_in_float64_and_leaves_the_original_alone():
+    shared = SelfNormLinear(3)
+    flow = Flow(Chain(Flatten(), shared, ActNorm(3), shared)).float()
+    before = {name: value.clone() for name, value in flow.state_dict().items()}
+    wide = in_float64(flow)
+    assert type(wide) is Flow and wide.bijection[1] is wide.bijection[3] is not shared
+    x = torch.randn(4, 3)
+    assert_close(wide.bijection(x), oracle(flow).bijection(x))
+    assert wide.bijection[2].initialized.dtype == torch.bool
+    assert all(
+        torch.equal(value, before[name]) and value.dtype == before[name].dtype for name, value in flow.state_dict().items()
+    )
+    wide.bijection(x)[0].sum().backward()
+    assert shared.weight.grad.dtype == FLOAT32
+
+
+# Under autocast and transforms
+
+
+def test_autocast_does_not_round_what_float32_cannot_hold():
+    flow = with_weights(SelfNormLinear(4), conditioned(4, 1e7))
+    x = torch.randn(20, 4, dtype=FLOAT32)
+    expected = flow.log_prob(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(flow.log_prob(x), expected)
+
+
+def test_transforms_stay_in_float32(evaluations):
+    flow = with_weights(SelfNormLinear(4), conditioned(4, 1e5))
+    x = torch.randn(20, 4, dtype=FLOAT32)
+    gradient = torch.func.grad(lambda x: flow.log_prob(x).sum())(x)
+    assert evaluations == [] and gradient.dtype == FLOAT32
+    leaf = x.clone().requires_grad_()
+    flow.log_prob(leaf).sum().backward()
+    assert_close(gradient, leaf.grad, rtol=1e-3, atol=1e-3 * leaf.grad.abs().max().item())
