@@ -12,6 +12,7 @@ from selfnorm.data import cifar10, imagenet32, mnist, small
 from selfnorm.data.arrays import read_examples
 from selfnorm.data.dataset import Dataset, permutation
 from selfnorm.data.locate import OnProgress
+from selfnorm.data.prepare import prepare, with_notes
 from selfnorm.runtime.checks import did_you_mean
 
 __all__ = ["NAMES", "Dataset", "load_dataset", "read_examples"]
@@ -61,6 +62,7 @@ def load_dataset(
 
 def _load_own_examples(path: Path, levels: int | None) -> Dataset:
     examples, columns = read_examples(path)
+    examples, notes = prepare(examples, columns)
     total = len(examples)
     if total < 4:
         raise ValueError(f"{path}: expected at least 4 examples to split into training, validation and test, got {total}")
@@ -75,7 +77,7 @@ def _load_own_examples(path: Path, levels: int | None) -> Dataset:
     order = torch.from_numpy(permutation(total))
     train, validation, test = order.split([total - 2 * held_out, held_out, held_out])
     _expect_variety(path, examples[train], columns)
-    return Dataset(path.resolve().name, examples[train], examples[validation], examples[test], levels, columns)
+    return with_notes(Dataset(path.resolve().name, examples[train], examples[validation], examples[test], levels, columns), notes)
 
 
 def _expect_variety(path: Path, train: Tensor, columns: tuple[str, ...]) -> None:

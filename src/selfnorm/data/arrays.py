@@ -12,17 +12,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selfnorm.data.images import IMAGE_SUFFIXES, read_images
+from selfnorm.data.resolution import as_resolved, centre_and_spread
 from selfnorm.data.tables import read_csv, read_parquet
 
 IMAGE_CHANNELS = (1, 3, 4)
 
 
-def read_examples(path: str | Path) -> tuple[Tensor, tuple[str, ...]]:
+def read_examples(path: str | Path, exact: bool = False) -> tuple[Tensor, tuple[str, ...]]:
     """Returns all examples of a file, (N, *shape), and the names of a table's columns, if the file has them.
 
     uint8 (N, C, H, W) for images: a folder of them, or a uint8 array of shape (N, H, W), (N, C, H, W) or (N, H, W, C).
-    float32 for everything else: .npy, .npz (its array "data" or "x", or its only one), .csv, .tsv, .parquet. NaN, infinities,
-    text, empty cells and pickled objects raise ValueError with their location.
+    float32 for everything else: .npy, .npz (its array "data" or "x", or its only one), .csv, .tsv, .parquet; float64 where
+    float32 would round too much (`as_resolved`), and always if `exact`. NaN, infinities, text, empty cells and pickled objects
+    raise ValueError with their location.
     """
     path = Path(path).expanduser()
     if not path.exists():
@@ -31,7 +33,7 @@ def read_examples(path: str | Path) -> tuple[Tensor, tuple[str, ...]]:
     if path.is_dir() or suffix in IMAGE_SUFFIXES:
         return torch.from_numpy(read_images(path)), ()
     if suffix in (".npy", ".npz"):
-        return _examples(str(path), _read_numpy(path)), ()
+        return _examples(str(path), _read_numpy(path), exact), ()
     if suffix in (".csv", ".tsv", ".parquet"):
         values, columns = read_parquet(path) if suffix == ".parquet" else read_csv(path)
         twice = sorted({name for name in columns if columns.count(name) > 1})
@@ -39,7 +41,7 @@ def read_examples(path: str | Path) -> tuple[Tensor, tuple[str, ...]]:
             raise ValueError(
                 f"{path}: expected distinct column names, got {', '.join(map(repr, twice))} more than once; rename them"
             )
-        return _examples(str(path), values), columns
+        return _examples(str(path), values, exact), columns
     raise ValueError(f"{path}: expected .npy, .npz, .csv, .tsv, .parquet, or a folder of images, got {suffix or 'no ending'}")
 
 
@@ -61,14 +63,14 @@ def _read_numpy(path: Path) -> NDArray[np.generic]:
     raise ValueError(f'{path}: expected one array, or one named "data" or "x", got {", ".join(keys) or "none"}')
 
 
-def _examples(who: str, array: NDArray[np.generic]) -> Tensor:
-    """Returns the array as examples: uint8 images if it is uint8 with three or four axes, else float32."""
+def _examples(who: str, array: NDArray[np.generic], exact: bool) -> Tensor:
+    """Returns the array as examples: uint8 images if it is uint8 with three or four axes, else real numbers."""
     if array.dtype.kind not in "biuf":
         raise ValueError(f"{who}: expected numbers, integer or real, got an array of {array.dtype}")
     if array.ndim == 0 or array.size == 0:
         raise ValueError(f"{who}: expected at least one example, as an array of shape (N, …), got shape {array.shape}")
     if array.ndim < 3 or array.dtype.kind == "f":
-        values = _float32(who, array)
+        values = _real(who, array, exact)
         return torch.from_numpy(values[:, None] if array.ndim == 1 else values)
     if array.dtype != np.uint8 or array.ndim > 4:
         raise ValueError(
@@ -82,30 +84,23 @@ def _examples(who: str, array: NDArray[np.generic]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array))
 
 
-def _float32(who: str, array: NDArray[np.generic]) -> NDArray[np.float32]:
-    with np.errstate(over="ignore"):
-        values = np.ascontiguousarray(array, dtype=np.float32)
-    finite = np.isfinite(values)
-    if not finite.all():
-        index = tuple(int(i) for i in np.unravel_index(finite.argmin(), values.shape))
-        where = f"row {index[0]}" + (f", column {', '.join(map(str, index[1:]))}" if index[1:] else "")
-        raise ValueError(
-            f"{who}: expected finite numbers that float32 can hold, got {array[index]} in {where}, counted from 0; "
-            "remove these rows or fill them in first"
-        )
-    _expect_resolution(who, array, values)
+def _real(who: str, array: NDArray[np.generic], exact: bool) -> NDArray[np.floating]:
+    """Returns the numbers in float64 if `exact`, else in the type that resolves them."""
+    if not (finite := np.isfinite(array)).all():
+        raise _not_finite(who, array, finite)
+    values = np.ascontiguousarray(array, dtype=np.float64) if exact else as_resolved(array)
+    if not exact and values.dtype == np.float64:
+        centre, _ = centre_and_spread(values.reshape(len(values), -1))
+        if (far := np.abs(centre) > np.finfo(np.float32).max).any():  # single values beyond may be outliers
+            held = np.abs(values) <= np.finfo(np.float32).max
+            raise _not_finite(who, array, held | ~far.reshape(values.shape[1:]))
     return values
 
 
-def _expect_resolution(who: str, array: NDArray[np.generic], values: NDArray[np.float32]) -> None:
-    """Raises ValueError if float32 is too coarse for a column: 1e8 ± 1 would be rounded to a handful of values."""
-    if array.ndim != 2 or array.dtype.itemsize <= 4:
-        return
-    for column in range(array.shape[1]):
-        wide = array[:, column].astype(np.float64)
-        lost, spread = np.abs(wide - values[:, column]).max(), wide.std()
-        if lost > 1e-3 * spread > 0:
-            raise ValueError(
-                f"{who}: expected columns whose values float32 can resolve, got column {column} (counted from 0), around "
-                f"{wide.mean():g} with a standard deviation of {spread:.2g}; subtract a constant from it first"
-            )
+def _not_finite(who: str, array: NDArray[np.generic], good: NDArray[np.bool_]) -> ValueError:
+    index = tuple(int(i) for i in np.unravel_index(good.argmin(), array.shape))
+    where = f"row {index[0]}" + (f", column {', '.join(map(str, index[1:]))}" if index[1:] else "")
+    return ValueError(
+        f"{who}: expected finite numbers that float32 can hold, got {array[index]} in {where}, counted from 0; "
+        "remove these rows or fill them in first"
+    )
