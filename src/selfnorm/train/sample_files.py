@@ -36,4 +36,5 @@ def write_samples(path: Path, samples: Tensor, levels: int | None, columns: tupl
         names = columns or tuple(f"x{index}" for index in range(math.prod(samples.shape[1:])))
         with temporary.open("w", newline="", encoding="utf-8") as stream:
             csv.writer(stream, lineterminator="\n").writerow(names)
-            np.savetxt(stream, values.flatten(1).numpy(), delimiter=",", fmt="%d" if levels else "%.9g")
+            digits = "%d" if levels else "%.17g" if values.dtype == torch.float64 else "%.9g"
+            np.savetxt(stream, values.flatten(1).numpy(), delimiter=",", fmt=digits)

@@ -16,8 +16,9 @@ from selfnorm.bijection import located
 from selfnorm.data import load_dataset, read_examples
 from selfnorm.data.batches import Examples, generator_for
 from selfnorm.data.dataset import fingerprint
+from selfnorm.evaluate.far import scores_of
 from selfnorm.evaluate.health import FlowHealth, examine
-from selfnorm.evaluate.likelihood import Likelihood, evaluating, likelihood, mean_log_likelihoods, reference_scores
+from selfnorm.evaluate.likelihood import Likelihood, evaluating, likelihood, reference_scores
 from selfnorm.evaluate.sampler import Sampler
 from selfnorm.evaluate.stability import stability_ratios
 from selfnorm.flow import Flow, Inverse
@@ -57,7 +58,7 @@ class Trained:
         self._check_shape(dataset.train, recipe.data.source)
         if fingerprint(dataset) != self.checkpoint.data:
             raise ValueError(f"{recipe.data.source}: expected the data that {self.path} was trained with, got other data there")
-        return Examples(getattr(dataset, part), dataset.levels, self.device)
+        return Examples.exact(getattr(dataset, part), dataset.levels, self.device)
 
     def evaluate(
         self, part: str = "test", samples: int | None = None, data_dir: str | None = None, precision: Precision = "float32"
@@ -95,19 +96,16 @@ class Trained:
 
     def score(self, file: Path, samples: int = 1, seed: int = 0) -> Scores:
         """Returns the exact log-likelihood of each row of a file, and its rank among the training data's."""
-        table, columns = read_examples(file)
+        table, columns = read_examples(file, exact=True)
         table = self._unflattened(self._in_order(table, columns, file), file)
         self._check_shape(table, str(file))
         levels = self.checkpoint.levels
         if levels is not None and int(table.max()) >= levels:
             raise ValueError(f"{file}: expected grey levels below {levels}, as in training, got {int(table.max())}")
-        with cpu_threads(self.checkpoint.recipe.optimiser.threads):
-            found = mean_log_likelihoods(
-                self.flow,
-                Examples(table, levels, self.device),
-                batch_size=self.checkpoint.recipe.evaluation.batch_size,
-                samples=samples,
-                seed=seed,
+        recipe = self.checkpoint.recipe
+        with cpu_threads(recipe.optimiser.threads):
+            found = scores_of(
+                self.flow, table, levels, self.device, batch_size=recipe.evaluation.batch_size, samples=samples, seed=seed
             )
             return Scores.of(found.numpy(), self._training_scores())
 
