@@ -131,6 +131,10 @@ def test_the_error_names_both_columns_and_a_way_on():
     a = normal(100, 2)
     with pytest.raises(ValueError, match=r"t: expected .* column 'c' is 'a' \+ 'b'.*leave out 'c' \(`--drop`"):
         expect_independent("t", np.column_stack([a, a.sum(1)]), "abc")
+    with pytest.raises(
+        ValueError, match=r"column 2 is column 0 \+ column 1.*leave out 3 \(`--drop`.*, which counts columns from 1"
+    ):
+        expect_independent("t", np.column_stack([a, a.sum(1)]), ())
 
 
 # Outliers

@@ -80,10 +80,10 @@ def expect_independent(who: str, x: NDArray[np.floating], names: Sequence[str]) 
     if not found:
         return
     told = "; ".join(each.described(names) for each in found[:5]) + ("; …" if len(found) > 5 else "")
-    drop = ", ".join(repr(names[each.column]) if names else str(each.column) for each in found)
+    drop = ", ".join(repr(names[each.column]) if names else str(each.column + 1) for each in found)
     raise ValueError(
         f"{who}: expected columns that do not determine each other, got dependent ones: {told}. Their likelihood has no bound: "
-        f"leave out {drop} (`--drop` of `selfnorm fit`)"
+        f"leave out {drop} (`--drop` of `selfnorm fit`{'' if names else ', which counts columns from 1'})"
     )
 
 
