@@ -28,6 +28,11 @@ def gaussian(n, seed):
     return np.random.default_rng(seed).normal(size=(n, 2)) @ MIX.T + CENTRE
 
 
+def named(rows, *names):
+    """Returns a table with column names that scikit-learn knows."""
+    return pytest.importorskip("pyarrow").table(dict(zip(names, np.asarray(rows).T, strict=True)))
+
+
 def quick(**given):
     return SelfNormDensity(**{"max_steps": 40, "layers": 2, "random_state": 0, **given})
 
@@ -121,11 +126,47 @@ def test_the_unit_of_a_column_moves_scores_by_its_logarithm():
         assert np.allclose(quick().fit(moved).score_samples(moved), scores - 2 * math.log(scale), atol=tolerance)
 
 
-def test_a_constant_column_has_no_density():
+def test_a_constant_column_is_left_out_and_contributes_nothing():
     rows = gaussian(100, 7)
-    rows[:, 1] = 3.0
-    with pytest.raises(ValueError, match=r"SelfNormDensity: .*constant ones at \[1\].*leave it out"):
-        quick().fit(rows)
+    wide = np.insert(rows, 1, 3.0, axis=1)
+    with pytest.warns(UserWarning, match=r"same value in all 90 training rows of 'x1': left out"):
+        model = quick().fit(wide)
+    assert (model.constant_columns_.tolist(), model.constant_values_.tolist()) == ([1], [3.0])
+    plain = quick().fit(rows)
+    assert plain.constant_columns_.tolist() == []
+    assert np.array_equal(model.score_samples(wide), plain.score_samples(rows))
+    assert model.offset_ == plain.offset_ and model.validation_nll_ == plain.validation_nll_
+    differs = wide[:3] + np.array([[0, 0, 0], [0, 1e-9, 0], [0, 0, 1]])
+    assert (model.score_samples(differs) == -np.inf).tolist() == [False, True, False]
+    assert model.predict(differs)[1] == -1
+    drawn = model.sample(4, random_state=0)
+    assert (drawn[:, 1] == 3.0).all()
+    assert np.array_equal(np.delete(drawn, 1, axis=1), plain.sample(4, random_state=0))
+
+
+def test_a_constant_column_goes_by_its_name_and_columns_that_are_all_constant_are_an_error():
+    table = named(np.insert(gaussian(60, 7), 2, 2.0, axis=1), "weight", "height", "version")
+    with pytest.warns(UserWarning, match="of 'version': left out"):
+        model = quick().fit(table)
+    assert np.isfinite(model.score_samples(table)).all()
+    with pytest.raises(ValueError, match=r"SelfNormDensity: expected columns that vary, .* of every column \('x0', 'x1'\)"):
+        quick().fit(np.ones((30, 2)))
+
+
+def test_a_column_that_varies_only_in_held_out_rows_is_constant():
+    rows = gaussian(100, 7)
+    rows[:, 1] = 0.0
+    rows[np.random.RandomState(0).permutation(100)[0], 1] = 1.0  # the first row of the permutation is held out
+    with pytest.warns(UserWarning, match="of 'x1': left out"):
+        model = quick().fit(rows)
+    assert np.isinf(model.score_samples(rows)).sum() == 1 and np.isfinite(model.offset_)
+
+
+def test_columns_that_determine_each_other_are_named():
+    rows = gaussian(200, 7)
+    table = named(np.column_stack([rows, 2 * rows[:, 0] + 1]), "a", "b", "twice")
+    with pytest.raises(ValueError, match=r"SelfNormDensity: expected columns that do not .*column 'twice' is 2·'a' \+ 1\."):
+        quick().fit(table)
 
 
 def test_too_few_rows():

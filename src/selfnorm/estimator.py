@@ -16,6 +16,9 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from selfnorm.bijection import Chain, located
 from selfnorm.data.dataset import Dataset
+from selfnorm.data.dependence import expect_independent
+from selfnorm.data.outliers import describe_outliers, gross_outliers
+from selfnorm.evaluate.far import scores_of
 from selfnorm.evaluate.likelihood import evaluating
 from selfnorm.flow import Flow, Inverse
 from selfnorm.layers.affine import Standardize
@@ -23,7 +26,7 @@ from selfnorm.runtime.checks import positive_int
 from selfnorm.runtime.threads import cpu_threads
 from selfnorm.train.experiments import recipe_for
 from selfnorm.train.loop import Trainer
-from selfnorm.train.stopping import DivergedError
+from selfnorm.train.stopping import DivergedError, StoppedError
 
 Floats = NDArray[np.float64]
 
@@ -44,9 +47,16 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
     contamination:          the fraction of the training rows that `predict` labels as outliers.
     random_state:           the seed for everything: split, weights, order.
     device:                 where to train; the fitted flow scores on the CPU, in float64.
+    on_interrupt:           what Ctrl-C does during training: "raise" a KeyboardInterrupt, or "keep" the best flow so far, with a
+                            ConvergenceWarning.
 
-    Attributes after fit: flow_, a `Flow`; offset_, the log-likelihood below which a row is an outlier; validation_nll_, the best
-    validation NLL in nats; n_steps_, the number of steps taken.
+    Attributes after fit: flow_, a `Flow` of the columns that vary; offset_, the log-likelihood below which a row is an outlier;
+    validation_nll_, the best validation NLL in nats, which says little if fewer than 30 rows were held out; n_steps_, the number
+    of steps taken; set_aside_, the rows that were neither trained nor validated on because they lie far from all others;
+    constant_columns_ and constant_values_, the columns that are constant in the training rows, and their values.
+
+    Constant columns contribute nothing to a likelihood; a row that differs there has the log-likelihood −∞, and samples have the
+    constants. Columns that are linear functions of others raise ValueError.
 
     >>> rows = np.random.default_rng(0).normal(size=(200, 2))
     >>> model = SelfNormDensity(max_steps=100, random_state=0).fit(rows)
@@ -68,6 +78,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         contamination: float = 0.1,
         random_state: Any = None,
         device: str = "cpu",
+        on_interrupt: str = "raise",
     ) -> None:
         self.layers = layers
         self.kind = kind
@@ -80,6 +91,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         self.contamination = contamination
         self.random_state = random_state
         self.device = device
+        self.on_interrupt = on_interrupt
 
     def fit(self, X: ArrayLike, y: object = None) -> Self:
         """Learns the density of the rows of X, and returns the estimator."""
@@ -87,11 +99,19 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         for name, value in (("contamination", self.contamination), ("validation_fraction", self.validation_fraction)):
             if not isinstance(value, Real) or not 0 < value <= 0.5:
                 raise ValueError(f"SelfNormDensity: expected {name} in (0, 0.5], got {value!r}")
+        if self.on_interrupt not in ("raise", "keep"):
+            raise ValueError(f"SelfNormDensity: expected on_interrupt to be raise or keep, got {self.on_interrupt!r}")
         positive_int("SelfNormDensity", "max_steps", self.max_steps)
+        names = list(getattr(self, "feature_names_in_", [f"x{index}" for index in range(table.shape[1])]))
+        kept = self._set_outliers_aside(table, names)
         random = check_random_state(self.random_state)
-        order = random.permutation(len(table))
-        held_out = max(1, round(self.validation_fraction * len(table)))
-        rows = torch.from_numpy(table[order])
+        order = random.permutation(len(kept))
+        held_out = max(1, round(self.validation_fraction * len(kept)))
+        kept = kept[order]
+        varying = self._leave_constants_out(kept[held_out:], names)
+        names = [name for name, varies in zip(names, varying, strict=True) if varies]
+        rows = torch.from_numpy(kept[:, varying])
+        expect_independent("SelfNormDensity", rows[held_out:].numpy(), names)
         # Here, in float64, and not by the recipe: float32 would already have lost the digits of a column such as 1e8 ± 1.
         standardize = Standardize(rows.shape[1]).double()
         with located("SelfNormDensity"):
@@ -112,6 +132,16 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         trainer.start()
         try:
             best = trainer.run()
+        except StoppedError as stopped:
+            best = trainer.best()
+            if self.on_interrupt != "keep" or not isinstance(stopped, KeyboardInterrupt) or best.progress["best_nll"] is None:
+                raise
+            warnings.warn(
+                f"SelfNormDensity: {stopped} after {trainer.progress.step} of {trainer.total} steps, so the best weights so far, "
+                f"those after {best.progress['step']} steps, are kept",
+                ConvergenceWarning,
+                stacklevel=2,
+            )
         except DivergedError:
             best = trainer.best()
             if best.progress["best_nll"] is None:  # there was no validation
@@ -126,7 +156,9 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         self.flow_ = Flow(Chain(standardize, learned.bijection), learned.base).eval()
         self.validation_nll_ = best.progress["best_nll"] - standardize.scale.log().sum().item()  # in X's units
         self.n_steps_ = trainer.progress.step
-        self.offset_ = float(np.quantile(self._log_prob(table), self.contamination))
+        scores = self._log_prob(table)
+        lowest = scores[np.isfinite(scores)].min()
+        self.offset_ = float(np.quantile(scores.clip(lowest), self.contamination))
         return self
 
     def score_samples(self, X: ArrayLike) -> Floats:
@@ -152,12 +184,49 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         check_is_fitted(self)
         generator = torch.Generator().manual_seed(int(check_random_state(random_state).randint(2**31)))
         with evaluating(self.flow_), cpu_threads(1):
-            rows: Floats = self.flow_.sample(n_samples, inverse, generator).numpy()
+            drawn: Floats = self.flow_.sample(n_samples, inverse, generator).numpy()
+        rows = np.empty((len(drawn), self.n_features_in_))
+        rows[:, self.constant_columns_] = self.constant_values_
+        rows[:, self._varying()] = drawn
         return rows
 
     def _log_prob(self, table: Floats) -> Floats:
-        with evaluating(self.flow_), cpu_threads(1):
-            # torch.tensor copies: the rows may be a read-only memory map, which torch does not accept.
-            batches = [self.flow_.log_prob(torch.tensor(table[i : i + 10_000])) for i in range(0, len(table), 10_000)]
-        scores: Floats = torch.cat(batches).numpy()
-        return scores
+        # torch.tensor copies: the rows may be a read-only memory map, which torch does not accept.
+        rows = torch.tensor(table[:, self._varying()])
+        with cpu_threads(1):
+            scores: Floats = scores_of(self.flow_, rows, None, torch.device("cpu"), batch_size=10_000).numpy()
+        differs = (table[:, self.constant_columns_] != self.constant_values_).any(1)
+        return np.where(differs, -np.inf, scores)
+
+    def _varying(self) -> NDArray[np.bool_]:
+        """Returns which columns the flow models."""
+        varying = np.ones(self.n_features_in_, bool)
+        varying[self.constant_columns_] = False
+        return varying
+
+    def _set_outliers_aside(self, table: Floats, names: list[str]) -> Floats:
+        """Returns the table without gross outliers, and warns of them."""
+        outliers = gross_outliers(table)
+        self.set_aside_ = np.array([each.row for each in outliers], np.int64)
+        if outliers:
+            told = describe_outliers(outliers, len(table), [repr(name) for name in names])
+            warnings.warn(f"SelfNormDensity: {told}", stacklevel=3)
+        return np.delete(table, self.set_aside_, 0) if outliers else table
+
+    def _leave_constants_out(self, train: Floats, names: list[str]) -> NDArray[np.bool_]:
+        """Returns which columns vary in the training rows, and warns of the others."""
+        constant = (train == train[0]).all(0)
+        told = ", ".join(repr(name) for name, same in zip(names, constant, strict=True) if same)
+        if constant.all():
+            raise ValueError(
+                f"SelfNormDensity: expected columns that vary, got the same value in all {len(train)} training rows of every "
+                f"column ({told}); constants have no density"
+            )
+        self.constant_columns_, self.constant_values_ = np.flatnonzero(constant), train[0, constant]
+        if constant.any():
+            warnings.warn(
+                f"SelfNormDensity: the same value in all {len(train)} training rows of {told}: left out, so that they contribute "
+                "nothing to the likelihood; a row that differs there has the log-likelihood −∞",
+                stacklevel=3,
+            )
+        return ~constant

@@ -71,6 +71,8 @@ class TrainingDisplay:
             if kind != "step":
                 print_json(record)
             return
+        if kind == "note":  # even if quiet: it says what is not in the result
+            ERR.print(f"selfnorm: {record['message']}", style="yellow")
         if self.quiet:
             return
         if kind == "epoch":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -120,9 +120,7 @@ def doctor(
         ERR.print("nothing to repair; no file was written")
         return
     remove_leftovers(output)
-    tensors = {f"loss.flow.{name}": value for name, value in trained.flow.state_dict().items()}
-    tensors |= {f"loss.penalty.{name}": value for name, value in trained.checkpoint.part("loss.penalty.").items()}
-    save_checkpoint(output, replace(trained.checkpoint, tensors=tensors))
+    save_checkpoint(output, trained.checkpoint.with_weights(trained.flow))
     if not json:
         OUT.print(f"\nrepaired {', '.join(repaired)}; written to {output}")
     print_health(trained.health(x, train), json)

@@ -14,6 +14,7 @@ from selfnorm.data.arrays import _examples, read_examples, read_values
 from selfnorm.data.dataset import Dataset, permutation
 from selfnorm.data.layout import EVERYTHING, TableLayout, constant_columns, without_constants
 from selfnorm.data.locate import OnProgress
+from selfnorm.data.prepare import prepare, with_notes
 from selfnorm.runtime.checks import did_you_mean
 
 __all__ = ["NAMES", "Dataset", "load_dataset", "read_examples", "reads_folder"]
@@ -92,7 +93,8 @@ def _load_own_examples(path: Path, levels: int | None, header: bool | None, drop
         )
     if table is not None and total >= 4:
         values, table = without_constants(str(path), values, table, keep)
-    examples = _examples(str(path), values, table)
+    examples, notes = prepare(_examples(str(path), values), table.columns if table is not None else ())
+    total = len(examples)
     if total < 4:
         raise ValueError(f"{path}: expected at least 4 examples to split into training, validation and test, got {total}")
     if examples.dtype == torch.uint8:
@@ -100,10 +102,11 @@ def _load_own_examples(path: Path, levels: int | None, header: bool | None, drop
     held_out = max(1, total // 10)
     order = torch.from_numpy(permutation(total))
     train, validation, test = order.split([total - 2 * held_out, held_out, held_out])
+    columns = table.columns if table is not None else ()
     if table is not None:
         _expect_variety(path, examples[train], table)
-    columns = table.columns if table is not None else ()
-    return Dataset(path.resolve().name, examples[train], examples[validation], examples[test], levels, columns, table=table)
+    parts = (examples[train], examples[validation], examples[test])
+    return with_notes(Dataset(path.resolve().name, *parts, levels, columns, table), notes)
 
 
 def _expect_variety(path: Path, train: Tensor, table: TableLayout) -> None:

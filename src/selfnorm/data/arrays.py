@@ -14,19 +14,21 @@ from torch import Tensor
 from selfnorm.data.images import IMAGE_SUFFIXES, read_images
 from selfnorm.data.layout import EVERYTHING, TableLayout, understand
 from selfnorm.data.numpy_files import read_numpy
+from selfnorm.data.resolution import as_resolved, centre_and_spread
 from selfnorm.data.tables import TABLE_SUFFIXES, TEXT_SUFFIXES, ArrayTable, Table, is_table, open_table
 
 IMAGE_CHANNELS = (1, 3, 4)
 
 
 def read_examples(
-    path: str | Path, *, header: bool | None = None, drop: Sequence[str] = (), keep: Sequence[str] = ()
+    path: str | Path, *, header: bool | None = None, drop: Sequence[str] = (), keep: Sequence[str] = (), exact: bool = False
 ) -> tuple[Tensor, tuple[str, ...]]:
     """Returns all examples of a file, (N, *shape), and the names of a table's columns, if the file has them.
 
     uint8 (N, C, H, W) for images: a folder of them, or a uint8 array of shape (N, H, W), (N, C, H, W) or (N, H, W, C).
     float32 for everything else: .npy, .npz (its array "data" or "x", or its only one), .csv, .tsv, both also as .gz, .parquet.
-    NaN, infinities, text, empty cells and pickled objects raise ValueError with their location.
+    float64 where float32 would round too much (`as_resolved`), and always if `exact`. NaN, infinities, text, empty cells and
+    pickled objects raise ValueError with their location.
 
     header:  whether the first line of a text file holds names; by default decided by what the lines look like.
     drop:    columns of a table to leave out, by name, or by number, from 1, where there are no names.
@@ -34,7 +36,7 @@ def read_examples(
     """
     path = Path(path).expanduser()
     values, layout = read_values(path, header, drop, keep)
-    return _examples(str(path), values, layout), layout.columns if layout else ()
+    return _examples(str(path), values, exact), layout.columns if layout else ()
 
 
 def read_values(
@@ -74,12 +76,12 @@ def is_image_path(path: Path) -> bool:
     return path.is_dir() or path.suffix.lower() in IMAGE_SUFFIXES
 
 
-def _examples(who: str, array: NDArray[np.generic], layout: TableLayout | None = None) -> Tensor:
-    """Returns the array as examples: uint8 images if it is uint8 with three or four axes, else float32."""
+def _examples(who: str, array: NDArray[np.generic], exact: bool = False) -> Tensor:
+    """Returns the array as examples: uint8 images if it is uint8 with three or four axes, else real numbers."""
     if array.ndim == 0 or array.size == 0:
         raise ValueError(f"{who}: expected at least one example, as an array of shape (N, …), got shape {array.shape}")
     if array.ndim < 3 or array.dtype.kind == "f":
-        values = _float32(who, array, layout)
+        values = _real(who, array, exact)
         return torch.from_numpy(values[:, None] if array.ndim == 1 else values)
     if array.dtype != np.uint8 or array.ndim > 4:
         raise ValueError(
@@ -93,31 +95,23 @@ def _examples(who: str, array: NDArray[np.generic], layout: TableLayout | None =
     return torch.from_numpy(np.ascontiguousarray(array))
 
 
-def _float32(who: str, array: NDArray[np.generic], layout: TableLayout | None = None) -> NDArray[np.float32]:
-    with np.errstate(over="ignore"):
-        values = np.ascontiguousarray(array, dtype=np.float32)
-    finite = np.isfinite(values)
-    if not finite.all():
-        index = tuple(int(i) for i in np.unravel_index(finite.argmin(), values.shape))
-        where = f"row {index[0]}" + (f", column {', '.join(map(str, index[1:]))}" if index[1:] else "")
-        raise ValueError(
-            f"{who}: expected finite numbers that float32 can hold, got {array[index]} in {where}, counted from 0; "
-            "remove these rows or fill them in first"
-        )
-    _expect_resolution(who, array, values, layout)
+def _real(who: str, array: NDArray[np.generic], exact: bool) -> NDArray[np.floating]:
+    """Returns the numbers in float64 if `exact`, else in the type that resolves them."""
+    if not (finite := np.isfinite(array)).all():
+        raise _not_finite(who, array, finite)
+    values = np.ascontiguousarray(array, dtype=np.float64) if exact else as_resolved(array)
+    if not exact and values.dtype == np.float64:
+        centre, _ = centre_and_spread(values.reshape(len(values), -1))
+        if (far := np.abs(centre) > np.finfo(np.float32).max).any():  # single values beyond may be outliers
+            held = np.abs(values) <= np.finfo(np.float32).max
+            raise _not_finite(who, array, held | ~far.reshape(values.shape[1:]))
     return values
 
 
-def _expect_resolution(who: str, array: NDArray[np.generic], values: NDArray[np.float32], layout: TableLayout | None) -> None:
-    """Raises ValueError if float32 is too coarse for a column: 1e8 ± 1 would be rounded to a handful of values."""
-    if array.ndim != 2 or array.dtype.itemsize <= 4:
-        return
-    for column in range(array.shape[1]):
-        wide = array[:, column].astype(np.float64)
-        lost, spread = np.abs(wide - values[:, column]).max(), wide.std()
-        if lost > 1e-3 * spread > 0:
-            name = layout.label(column) if layout and layout.names else f"column {column} (counted from 0)"
-            raise ValueError(
-                f"{who}: expected columns whose values float32 can resolve, got {name}, around "
-                f"{wide.mean():g} with a standard deviation of {spread:.2g}; subtract a constant from it first"
-            )
+def _not_finite(who: str, array: NDArray[np.generic], good: NDArray[np.bool_]) -> ValueError:
+    index = tuple(int(i) for i in np.unravel_index(good.argmin(), array.shape))
+    where = f"row {index[0]}" + (f", column {', '.join(map(str, index[1:]))}" if index[1:] else "")
+    return ValueError(
+        f"{who}: expected finite numbers that float32 can hold, got {array[index]} in {where}, counted from 0; "
+        "remove these rows or fill them in first"
+    )

@@ -70,6 +70,11 @@ class Examples:
             stored = stored.to(device)
         self.stored = stored
 
+    @classmethod
+    def exact(cls, stored: Tensor, levels: int | None, device: torch.device) -> Examples:
+        """Returns examples whose batches are in float64 if they are stored so."""
+        return cls(stored, levels, device, torch.float64 if stored.dtype == torch.float64 else torch.float32)
+
     def __len__(self) -> int:
         return self.stored.shape[0]
 

@@ -33,11 +33,14 @@ def is_image(shape: tuple[int, ...], levels: int | None) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Training, validation and test examples as stored: uint8 grey levels or float32 numbers, (N, *shape), on the CPU.
+    """Training, validation and test examples as stored, (N, *shape), on the CPU.
+
+    uint8 grey levels, or real numbers: in float32, or in float64 where that would round too much.
 
     levels:   the number of grey levels, 0 … levels − 1, of integer data; None for real numbers.
     columns:  a table's column names, if its file has them.
     table:    how the columns of a table were understood; None for data that are no table.
+    notes:    lines about what was left out of the data, and what it is too small for; shown and logged when training starts.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Dataset:
     levels: int | None = None
     columns: tuple[str, ...] = ()
     table: TableLayout | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,7 +61,8 @@ class Dataset:
         who = f"Dataset({self.name!r})"
         if self.levels is not None and not 2 <= self.levels <= 256:
             raise ValueError(f"{who}: expected 2 to 256 levels, since values are stored as bytes, got levels={self.levels}")
-        dtype = torch.float32 if self.levels is None else torch.uint8
+        wide = self.levels is None and self.train.dtype == torch.float64
+        dtype = torch.float64 if wide else torch.float32 if self.levels is None else torch.uint8
         for part in ("train", "validation", "test"):
             x: Tensor = getattr(self, part)
             if x.dtype != dtype:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.data.batches import Examples
+from selfnorm.data.prepare import FEW_EXAMPLES
 from selfnorm.flow import Flow
 from selfnorm.runtime.precision import Precision
 from selfnorm.runtime.precision import precision as using_precision
@@ -38,6 +39,7 @@ class Likelihood:
     def __str__(self) -> str:
         how = f"{self.examples} example{'s' * (self.examples > 1)}"
         how += f" × {self.samples} dequantisation samples" if self.samples > 1 else ""
+        how += ", too few to rely on" if self.examples < FEW_EXAMPLES else ""
         error = f" ± {self.standard_error:.2f}" if math.isfinite(self.standard_error) else ""
         return f"{self.nll:.2f}{error} nats ({self.bits_per_dim:.3f} bits/dim; exact, {how})"
 

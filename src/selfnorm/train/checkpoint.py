@@ -6,18 +6,19 @@ import json
 import math
 import time
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from selfnorm.bijection import located
+from selfnorm.bijection import Bijection, Chain, located
 from selfnorm.data.layout import TableLayout
 from selfnorm.flow import Flow
+from selfnorm.layers.affine import Affine
 from selfnorm.objective import Loss
 from selfnorm.runtime.checks import event_shape, positive_int
 from selfnorm.runtime.files import replacing
@@ -41,7 +42,7 @@ class Checkpoint:
 
     data:      the fingerprint of the data set.
     tensors:   under "loss." the weights and the penalty's multipliers, under "adam." the optimiser's moments, under "epoch." the
-               metrics of the current epoch's steps.
+               metrics of the current epoch's steps; "data.origin" if the run was trained on the distances from it.
     progress:  the counters of the training loop, plain numbers; see `RunProgress`.
     table:     how the columns of a table were understood; None for other data, and from earlier versions.
     """
@@ -64,7 +65,27 @@ class Checkpoint:
         return self.progress.get("step") == 0 or bool(self.part("adam."))
 
     def flow(self) -> Flow:
-        """Returns the flow with the stored weights, on the CPU and in eval mode."""
+        """Returns the flow of the data, on the CPU and in eval mode; in float64 if float32 cannot resolve the data."""
+        learned, origin = self.learned_flow(), self.tensors.get("data.origin")
+        if origin is None:
+            return learned
+        if origin.shape != self.shape or not torch.isfinite(origin).all():
+            raise ValueError(f"checkpoint of {self.recipe.name}: expected a finite origin of shape {self.shape}, got another")
+        # Before the learned layers, and in float64: it takes from the data what float32 has no digits for.
+        shift = Affine(torch.zeros(self.shape), 1.0).double()
+        shift.shift.copy_(-origin)
+        return Flow(Chain(shift, *_layers(learned.double())), cast(nn.Module, learned.base)).eval()
+
+    def with_weights(self, flow: Flow) -> Checkpoint:
+        """Returns the checkpoint with the weights of its flow as it was changed since, and without the state of training."""
+        learned = Flow(Chain(*_layers(flow)[1:]), cast(nn.Module, flow.base)) if "data.origin" in self.tensors else flow
+        trained = {name: value.float() if value.is_floating_point() else value for name, value in learned.state_dict().items()}
+        tensors = {f"loss.flow.{name}": value for name, value in trained.items()}
+        kept = ("loss.penalty.", "data.")
+        return replace(self, tensors=tensors | {name: value for name, value in self.tensors.items() if name.startswith(kept)})
+
+    def learned_flow(self) -> Flow:
+        """Returns the flow as it was trained: of the data, or of its distances from "data.origin", in float32."""
         weights = self.part("loss.flow.").values()
         try:
             expect_room(self.recipe, self.shape, len(weights), sum(value.numel() for value in weights))
@@ -92,6 +113,11 @@ class Checkpoint:
         # Checkpoints that earlier versions repaired have only weights; then the recipe's λ stays.
         loss.penalty.load_state_dict(self.part("loss.penalty."), strict=False)
         return loss
+
+
+def _layers(flow: Flow) -> list[Bijection]:
+    assert isinstance(flow.bijection, Chain)
+    return list(flow.bijection)
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:

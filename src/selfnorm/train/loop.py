@@ -13,6 +13,7 @@ import torch
 from selfnorm.bijection import located
 from selfnorm.data.batches import Examples, TrainingBatches
 from selfnorm.data.dataset import Dataset, fingerprint
+from selfnorm.data.resolution import from_origin, origin_of
 from selfnorm.evaluate.likelihood import Likelihood, likelihood
 from selfnorm.flow import Flow
 from selfnorm.objective import Loss
@@ -21,13 +22,7 @@ from selfnorm.runtime.threads import cpu_threads
 from selfnorm.train.adam import make_adam, steps_taken
 from selfnorm.train.build import build_flow, build_loss
 from selfnorm.train.captured import CapturedStep, can_be_captured
-from selfnorm.train.checkpoint import (
-    Checkpoint,
-    KeptCheckpoints,
-    detached_copies,
-    optimizer_tensors,
-    restore_optimizer,
-)
+from selfnorm.train.checkpoint import Checkpoint, KeptCheckpoints, detached_copies, optimizer_tensors, restore_optimizer
 from selfnorm.train.counters import RunProgress
 from selfnorm.train.divergence import advice, diagnosis
 from selfnorm.train.folder import RunFolder
@@ -45,8 +40,8 @@ class Trainer:
     """Trains a recipe's flow on a data set, exactly repeatable from its seed, stoppable and resumable at any step.
 
     folder:  where to keep checkpoints and metrics; without one everything stays in memory.
-    report:  called with each record of the run, of kind "epoch", "validation", "warning", "rollback", or "step", which is not
-             logged.
+    report:  called with each record of the run, of kind "note", "epoch", "validation", "warning", "rollback", or "step", which
+             is not logged.
     """
 
     def __init__(
@@ -63,8 +58,9 @@ class Trainer:
         self.device = torch.device(device)
         self.report = report or (lambda record: None)
         self._save_every = save_every
-        self.train = Examples(dataset.train, dataset.levels, self.device)
-        self.validation = Examples(dataset.validation, dataset.levels, self.device)
+        self.origin = origin_of(dataset.train)
+        self.train = Examples(from_origin(dataset.train, self.origin), dataset.levels, self.device)
+        self.validation = Examples(from_origin(dataset.validation, self.origin), dataset.levels, self.device)
         optimiser, data = recipe.optimiser, recipe.data
         self.batches = TrainingBatches(self.train, optimiser.batch_size, optimiser.seed, data.flip, data.jitter)
         self.total = self.batches.steps_per_epoch * optimiser.epochs
@@ -148,6 +144,9 @@ class Trainer:
 
     def _loop(self, stop: StopRequests) -> Iterator[None]:
         recipe = self.recipe
+        if not self.progress.step and not self.progress.log_length:
+            for note in self.dataset.notes:
+                self._log("note", message=note)
         if self.folder and not self.folder.last.exists():
             self.save()
         while True:
@@ -250,8 +249,8 @@ class Trainer:
 
     def _overfits(self, stop: StopRequests) -> bool:
         """Returns whether training examples became more likely since the best: then the run overfits and did not diverge."""
-        some = Examples(self.dataset.train[: len(self.validation)], self.dataset.levels, self.device)
-        then = self._likelihood(self.best().flow().to(self.device), some, stop)
+        some = Examples(self.train.stored[: len(self.validation)], self.dataset.levels, self.device)
+        then = self._likelihood(self.best().learned_flow().to(self.device), some, stop)
         return self._likelihood(self.flow, some, stop).nll < then.nll
 
     def _learning_rate(self, step: int) -> float:
@@ -324,6 +323,7 @@ class Trainer:
         tensors |= {f"adam.{name}": value for name, value in optimizer_tensors(self.optimizer, self._names).items()}
         index = self.progress.step % self.batches.steps_per_epoch
         tensors |= {"epoch.metrics": self._metrics[:index]}
+        tensors |= {} if self.origin is None else {"data.origin": self.origin}
         data = self.dataset
         own, progress = detached_copies(tensors), asdict(self.progress)
         return Checkpoint(self.recipe, data.shape, data.levels, data.columns, self._fingerprint, own, progress, table=data.table)

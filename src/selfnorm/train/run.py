@@ -18,6 +18,7 @@ from selfnorm.data import NAMES, load_dataset, reads_folder
 from selfnorm.data.batches import Examples, generator_for
 from selfnorm.data.dataset import Dataset, fingerprint, is_image
 from selfnorm.data.locate import OnProgress
+from selfnorm.data.prepare import expect_density
 from selfnorm.evaluate.likelihood import evaluating, likelihood, reference_scores
 from selfnorm.flow import Flow, InaccurateInverseWarning, Inverse
 from selfnorm.report import figures
@@ -53,6 +54,7 @@ def start_run(
     """
     recipe = with_absolute_data_path(recipe)
     dataset = dataset_of(recipe, on_progress)
+    expect_density(dataset)
     memory = PeakMemory(device)
     trainer = Trainer(recipe, dataset, device=device, folder=RunFolder(path), report=report, save_every=save_every)
     with _new_run(trainer):
@@ -77,6 +79,7 @@ def start_runs(
     """
     recipes = [with_absolute_data_path(recipe) for recipe in recipes]
     dataset = dataset_of(recipes[0], on_progress)
+    expect_density(dataset)
     trainers = [
         Trainer(recipe, dataset, device=device, folder=RunFolder(path), report=report, save_every=save_every)
         for recipe, path, report in zip(recipes, paths, reports, strict=True)
@@ -233,9 +236,10 @@ def _finish_run(trainer: Trainer, memory: PeakMemory | None) -> Result:
     progress = trainer.progress
     assert progress.best_nll is not None
     with cpu_threads(recipe.optimiser.threads), StopRequests() as stop:
-        examples = Examples(dataset.test, dataset.levels, device)
-        test = likelihood(flow, examples, batch_size=size, samples=recipe.evaluation.test_samples, seed=seed, watch=stop.check)
-        scores = reference_scores(flow, trainer.train, size, seed, watch=stop.check)
+        # Not those of the trainer, which may be distances from an origin.
+        train, held_out = (Examples.exact(part, dataset.levels, device) for part in (dataset.train, dataset.test))
+        test = likelihood(flow, held_out, batch_size=size, samples=recipe.evaluation.test_samples, seed=seed, watch=stop.check)
+        scores = reference_scores(flow, train, size, seed, watch=stop.check)
         with replacing(folder.scores) as temporary:
             np.save(temporary, scores.numpy())
         records = folder.read_log()
@@ -257,7 +261,7 @@ def _finish_run(trainer: Trainer, memory: PeakMemory | None) -> Result:
         write_text(folder.result, json_text(asdict(result), indent=2) + "\n")
         # Last, so that an error in a figure cannot cost the result.
         _draw_curves(trainer, flow)
-        draw_samples(folder.samples, flow, trainer.train, dataset.columns)
+        draw_samples(folder.samples, flow, train, dataset.columns)
     trainer.report({"kind": "result", "folder": str(folder.path), **asdict(result)})
     return result
 

@@ -24,6 +24,8 @@ MAX_PIXELS = 20_000_000  # of a picture
 SAMPLE_ENDINGS = (".png", ".csv", ".npy")
 # Of a number in a table, with its separator: 0 to 255, or nine digits, of which few need an exponent.
 LEVEL_BYTES, NUMBER_BYTES = 2, 10
+# With as many digits as it takes to read the same number back.
+NUMBER_FORMATS: dict[type[np.generic], str] = {np.uint8: "%d", np.float32: "%.9g", np.float64: "%.17g"}
 
 
 def sample_endings(shape: tuple[int, ...], levels: int | None) -> tuple[str, ...]:
@@ -75,7 +77,7 @@ def write_samples(
             _write_array(file, (_values(batch, levels) for batch in batches), (n, *shape))
         else:
             names = columns or tuple(f"x{index}" for index in range(math.prod(shape)))
-            _write_table(file, (_values(batch, levels) for batch in batches), names, "%d" if levels else "%.9g")
+            _write_table(file, (_values(batch, levels) for batch in batches), names)
 
 
 def _values(batch: Tensor, levels: int | None) -> NDArray[np.generic]:
@@ -91,9 +93,10 @@ def _write_array(file: BinaryIO, batches: Iterable[NDArray[np.generic]], shape: 
         file.write(batch.tobytes())
 
 
-def _write_table(file: BinaryIO, batches: Iterable[NDArray[np.generic]], names: tuple[str, ...], number: str) -> None:
+def _write_table(file: BinaryIO, batches: Iterable[NDArray[np.generic]], names: tuple[str, ...]) -> None:
     header = io.StringIO()
     csv.writer(header, lineterminator="\n").writerow(names)
     file.write(header.getvalue().encode())
     for batch in batches:
+        number = NUMBER_FORMATS[batch.dtype.type]
         np.savetxt(file, batch.reshape(len(batch), math.prod(batch.shape[1:])), delimiter=",", fmt=number)

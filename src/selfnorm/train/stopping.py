@@ -13,12 +13,32 @@ import torch
 USER_ERRORS = (ValueError, OSError, MemoryError, torch.OutOfMemoryError)
 
 
-class StoppedError(Exception):
-    """A signal asked the run to stop, and the run saved itself."""
+class StoppedError(BaseException):
+    """A signal asked the run to stop, and the run saved itself. Like the signals' usual effects it is no `Exception`.
+
+    `StoppedError(number)` is a `KeyboardInterrupt` as well for SIGINT, and a `SystemExit` of status 143 for SIGTERM.
+    """
+
+    def __new__(cls, number: int) -> StoppedError:
+        kinds: dict[int, type[StoppedError]] = {signal.SIGINT: _InterruptedError, signal.SIGTERM: _TerminatedError}
+        return super().__new__(kinds.get(number, cls))
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.number = number
+
+    def __reduce__(self) -> tuple[type[StoppedError], tuple[int]]:
+        return StoppedError, (self.number,)
+
+
+class _InterruptedError(StoppedError, KeyboardInterrupt):
+    pass
+
+
+class _TerminatedError(StoppedError, SystemExit):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.code = 128 + number
 
 
 class DivergedError(Exception):

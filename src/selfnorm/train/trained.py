@@ -20,8 +20,9 @@ from selfnorm.data.batches import Examples, generator_for
 from selfnorm.data.dataset import fingerprint
 from selfnorm.data.layout import EVERYTHING, TableLayout
 from selfnorm.data.matching import read_matching
+from selfnorm.evaluate.far import scores_of
 from selfnorm.evaluate.health import FlowHealth, examine
-from selfnorm.evaluate.likelihood import Likelihood, evaluating, likelihood, mean_log_likelihoods, reference_scores
+from selfnorm.evaluate.likelihood import Likelihood, evaluating, likelihood, reference_scores
 from selfnorm.evaluate.sampler import Sampler
 from selfnorm.evaluate.stability import stability_ratios
 from selfnorm.flow import Flow, Inverse
@@ -62,7 +63,7 @@ class Trained:
         self._check_shape(dataset.train, recipe.data.source)
         if fingerprint(dataset) != self.checkpoint.data:
             raise ValueError(f"{recipe.data.source}: expected the data that {self.path} was trained with, got other data there")
-        return Examples(getattr(dataset, part), dataset.levels, self.device)
+        return Examples.exact(getattr(dataset, part), dataset.levels, self.device)
 
     def evaluate(
         self, part: str = "test", samples: int | None = None, data_dir: str | None = None, precision: Precision = "float32"
@@ -124,20 +125,17 @@ class Trained:
         constants_count:  whether a row that differs in a column that was constant in the training data has likelihood 0, as the
                           data say; else it has the likelihood of its other columns.
         """
-        data = self.checkpoint.recipe.data
-        matched = read_matching(file, self.layout, ids, data.header is not False and EVERYTHING not in data.keep)
-        table = self._unflattened(_examples(str(file), matched.values, self.layout), file)
+        recipe = self.checkpoint.recipe
+        numeric_names = recipe.data.header is not False and EVERYTHING not in recipe.data.keep
+        matched = read_matching(file, self.layout, ids, numeric_names)
+        table = self._unflattened(_examples(str(file), matched.values, exact=True), file)
         self._check_shape(table, str(file))
         levels = self.checkpoint.levels
         if levels is not None and int(table.max()) >= levels:
             raise ValueError(f"{file}: expected grey levels below {levels}, as in training, got {int(table.max())}")
-        with cpu_threads(self.checkpoint.recipe.optimiser.threads):
-            found = mean_log_likelihoods(
-                self.flow,
-                Examples(table, levels, self.device),
-                batch_size=self.checkpoint.recipe.evaluation.batch_size,
-                samples=samples,
-                seed=seed,
+        with cpu_threads(recipe.optimiser.threads):
+            found = scores_of(
+                self.flow, table, levels, self.device, batch_size=recipe.evaluation.batch_size, samples=samples, seed=seed
             ).numpy()
             if matched.differs is not None and constants_count:
                 found[np.array(matched.differs) != ""] = -math.inf

@@ -1,0 +1,81 @@
+"""Whether float32 can hold a column, and the origin from which it can."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+LARGEST_ROUNDING = 1e-3  # relative to the spread of a column
+SPREADS = (1e-30, 1e30)  # that float32 can standardise
+
+
+def as_resolved(x: NDArray[np.generic]) -> NDArray[np.floating]:
+    """Returns numbers of any type, (N, …), in float32 if that resolves every entry of the shape, else in float64.
+
+    float32 resolves an entry if it moves each value by at most a thousandth of the spread of the entry, or of the value's own
+    distance from the centre. The spread is that of the middle half of the rows: an outlier must not hide what the others lose.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = np.ascontiguousarray(x, dtype=np.float32)
+        if (x.dtype.kind in "bf" and x.dtype.itemsize <= 4) or x.dtype.itemsize <= 2:
+            return narrow
+        wide = np.ascontiguousarray(x, dtype=np.float64)
+        if not np.isfinite(narrow).all():
+            return wide
+        flat, rounded = wide.reshape(len(wide), -1), narrow.reshape(len(wide), -1)
+        width = max(1, (1 << 22) // len(flat))
+        for start in range(0, flat.shape[1], width):
+            block = flat[:, start : start + width]
+            centre, spread = centre_and_spread(block)
+            lost = np.abs(block - rounded[:, start : start + width])
+            if ((lost > LARGEST_ROUNDING * np.maximum(spread, np.abs(block - centre))) & (spread > 0)).any():
+                return wide
+    return narrow
+
+
+def centre_and_spread(x: NDArray[np.floating]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Returns the median of each column of x, (N, D), and the standard deviation of a normal column with the same quartiles.
+
+    Computed from about 10,000 of the rows. The spread of a column with equal quartiles is its standard deviation.
+    """
+    some = x[:: max(1, len(x) // 10_000)]
+    with np.errstate(over="ignore", invalid="ignore"):
+        low, centre, high = np.quantile(some, (0.25, 0.5, 0.75), axis=0)
+        spread = np.where((x == x[0]).all(0), 0.0, x.std(0, dtype=np.float64))  # rounding would give a constant some
+        return centre, np.where(high > low, (high - low) / 1.349, spread)
+
+
+def origin_of(train: Tensor) -> Tensor | None:
+    """Returns a point near the centre of float64 examples, one number for each entry of their shape.
+
+    The distances from it are what a flow in float32 is trained on. It is a multiple of a power of two near the spread, so that
+    the distances are exact in float64, and the same if all examples move by such a multiple. None for examples in float32.
+    """
+    if train.dtype != torch.float64:
+        return None
+    centre, spread = centre_and_spread(train.flatten(1).numpy())
+    unit = np.exp2(np.ceil(np.log2(np.where(spread > 0, spread, 1.0))))
+    return torch.from_numpy(unit * np.round(centre / unit)).reshape(train.shape[1:])
+
+
+def from_origin(x: Tensor, origin: Tensor | None) -> Tensor:
+    """Returns the examples as training sees them: their distances from the origin, in float32, if there is one."""
+    return x if origin is None else (x - origin).float()
+
+
+def expect_spread(who: str, train: Tensor, names: Sequence[str]) -> None:
+    """Raises ValueError, naming the columns, if the standard deviation of real-valued examples is too small or too large."""
+    flat = train.flatten(1).numpy()
+    with np.errstate(over="ignore", invalid="ignore"):
+        spread = np.array([column.std(dtype=np.float64) for column in flat.T])
+        usual = (spread >= SPREADS[0]) & (spread <= SPREADS[1])
+    for index in np.flatnonzero(~usual & (flat != flat[0]).any(0))[:1]:  # constants are told of elsewhere
+        name = repr(names[index]) if names else index
+        raise ValueError(
+            f"{who}: expected columns with a standard deviation from {SPREADS[0]:g} to {SPREADS[1]:g}, got "
+            f"{spread[index]:.2g} in column {name}; change its unit"
+        )

@@ -1,0 +1,235 @@
+"""Between a file and training: outliers, dependent columns, float64 where float32 has too few digits, and notes."""
+
+import numpy as np
+import pytest
+import torch
+
+from selfnorm.data import load_dataset, read_examples
+from selfnorm.data.dataset import Dataset
+from selfnorm.data.dependence import dependent_columns, expect_independent
+from selfnorm.data.outliers import describe_outliers, gross_outliers
+from selfnorm.data.prepare import expect_density, note_on_size, prepare
+from selfnorm.data.resolution import as_resolved, from_origin, origin_of
+
+GENERATOR = np.random.default_rng
+
+
+def normal(*shape, seed=0):
+    return GENERATOR(seed).normal(size=shape)
+
+
+# Resolution
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint32", "int64", "float64"])
+@pytest.mark.parametrize("shape", [(400,), (400, 3), (400, 2, 2)])
+def test_what_float32_would_round_stays_as_it_is(tmp_path, dtype, shape):
+    if dtype != "float64" and len(shape) == 3:
+        pytest.skip("integers of three axes are no table")
+    values = (2_024_000_000 + GENERATOR(0).uniform(0, 1e5, shape)).astype(dtype)
+    np.save(tmp_path / "array.npy", values)
+    examples, _ = read_examples(tmp_path / "array.npy")
+    assert examples.dtype == torch.float64
+    assert np.array_equal(examples.numpy().reshape(shape), values.astype(np.float64))
+
+
+@pytest.mark.parametrize(
+    ("values", "narrow"),
+    [
+        (normal(500, 2), True),
+        (1e5 + 1e4 * normal(500, 2), True),
+        (GENERATOR(0).standard_cauchy((5000, 2)), True),  # far values lose digits, but not relative to how far they are
+        (np.exp(3 * normal(5000, 2)), True),
+        (np.full((50, 2), 0.1), True),  # constants are told of elsewhere
+        (np.arange(100).reshape(-1, 1), True),
+        (1e8 + normal(500, 2), False),
+        (1e12 + normal(500), False),
+        (np.append(1e8 + normal(499), 0.0), False),  # an outlier makes the standard deviation large
+        (np.array([1.0, 2.0, 1e300]), False),
+    ],
+)
+def test_float32_is_used_where_it_resolves_the_middle_half(values, narrow):
+    assert as_resolved(values).dtype == (np.float32 if narrow else np.float64)
+
+
+def test_the_origin_moves_with_the_data_and_leaves_exact_distances():
+    x = torch.from_numpy(1e12 + normal(300, 2))
+    origin = origin_of(x)
+    back = x - 1e12
+    assert torch.equal(x - origin, back - (origin - 1e12)) and ((x - origin).abs() < 6).all()
+    assert torch.equal(from_origin(x, origin), (x - origin).float())
+    assert origin_of(x.float()) is None and from_origin(x.float(), None).dtype == torch.float32
+
+
+def test_wide_and_narrow_parts_do_not_mix():
+    wide = torch.from_numpy(normal(5, 2))
+    with pytest.raises(ValueError, match=r"expected test in torch.float64 with levels=None, got torch.float32"):
+        Dataset("mixed", wide, wide, wide.float())
+
+
+@pytest.mark.parametrize(("scale", "message"), [(1e35, r"1e\+35 in column 1"), (1e-35, "e-35 in column 1")])
+def test_a_scale_that_float32_cannot_hold_is_refused_by_name(scale, message):
+    table = torch.from_numpy(normal(100, 2) * [1, scale])
+    with pytest.raises(ValueError, match=r"far: expected columns with a standard deviation from 1e-30 to 1e\+30"):
+        expect_density(Dataset("far", table, table, table))
+    with pytest.raises(ValueError, match="in column 'b'; change its unit"):
+        expect_density(Dataset("far", table, table, table, columns=("a", "b")))
+
+
+# Dependent columns
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        (lambda a, b, c: (a, b, 2 * a + 1), ["column 'c' is 2·'a' + 1"]),
+        (lambda a, b, c: (a, a), ["column 'b' is 'a'"]),
+        (lambda a, b, c: (a, -a, 3 * a + 5, c), ["column 'b' is -'a'", "column 'c' is 3·'a' + 5"]),
+        (lambda a, b, c: (a, b, c, a / 2 - b / 4 + 2 * c - 7), ["column 'd' is 0.5·'a' - 0.25·'b' + 2·'c' - 7"]),
+        (lambda a, b, c: (a + 1e4, b, 2 * (a + 1e4)), ["column 'c' is 2·'a'"]),
+        (lambda a, b, c: (a, b, a + 1e-4 * c), []),
+        (lambda a, b, c: (a, b, a + 1e-5 * c), []),
+        (lambda a, b, c: (a, 0.999999 * a + np.sqrt(1 - 0.999999**2) * b), []),
+        (lambda a, b, c: (a, a**2, np.exp(a)), []),
+    ],
+)
+def test_dependent_columns_are_found_and_close_ones_are_not(columns, told, dtype):
+    table = np.stack(columns(*normal(3, 500)), axis=1).astype(dtype)
+    assert [each.described("abcd") for each in dependent_columns(table)] == told
+
+
+@pytest.mark.parametrize("form", ["{:.6g}", "{:.6f}", "{:.5g}"])
+def test_a_copy_that_was_rounded_when_written_is_a_copy(form):
+    a = normal(300)
+    printed = np.array([[float(form.format(x)), float(form.format(1.8 * x + 32))] for x in a])
+    assert [each.column for each in dependent_columns(printed)] == [1]
+
+
+def test_integers_that_happen_to_be_close_are_not_dependent():
+    assert dependent_columns(GENERATOR(0).integers(0, 3, (500, 6)).astype(float)) == []
+
+
+def test_a_column_of_many_is_told_briefly():
+    table = normal(300, 20)
+    (found,) = dependent_columns(np.column_stack([table, table.sum(1)]))
+    assert found.described([f"x{i}" for i in range(21)]) == (
+        "column 'x20' is a linear combination of 'x0', 'x1', 'x2', 'x3', … (20 columns)"
+    )
+    assert set(found.others) == set(range(20)) and found.others[7] == pytest.approx(1.0)
+
+
+def test_fewer_rows_than_columns_are_no_dependence_but_copies_are():
+    table = normal(30, 400)
+    assert dependent_columns(table) == []
+    table[:, 300] = 4 - 3 * table[:, 17]
+    (found,) = dependent_columns(table)
+    assert (found.column, list(found.others)) == (300, [17])
+
+
+def test_the_error_names_both_columns_and_a_way_on():
+    a = normal(100, 2)
+    with pytest.raises(ValueError, match=r"t: expected .* column 'c' is 'a' \+ 'b'.*leave out 'c' \(`--drop`"):
+        expect_independent("t", np.column_stack([a, a.sum(1)]), "abc")
+    with pytest.raises(
+        ValueError, match=r"column 2 is column 0 \+ column 1.*leave out 3 \(`--drop`.*, which counts columns from 1"
+    ):
+        expect_independent("t", np.column_stack([a, a.sum(1)]), ())
+
+
+# Outliers
+
+
+@pytest.mark.parametrize("factor", [10, 30, 100, 1e4, 1e6, 1e300])
+def test_a_row_times_a_factor_is_a_gross_outlier(factor):
+    table = normal(2001, 50)
+    table[77] *= factor
+    assert [each.row for each in gross_outliers(table)] == [77]
+
+
+@pytest.mark.parametrize("value", [1e4, -1e30, 1e300])
+def test_one_cell_is_enough(value):
+    table = normal(300, 5)
+    table[4, 2] = value
+    (found,) = gross_outliers(table)
+    assert (found.row, found.entry, found.value) == (4, 2, value)
+    assert found.usual == (np.delete(table[:, 2], 4).min(), np.delete(table[:, 2], 4).max())
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda g, n: g.normal(size=(n, 20)),
+        lambda g, n: np.exp(2 * g.normal(size=(n, 5))),
+        lambda g, n: g.standard_t(3, size=(n, 5)),
+        lambda g, n: g.exponential(size=(n, 5)),
+        lambda g, n: g.integers(0, 3, (n, 5)).astype(float),
+        lambda g, n: (g.uniform(size=(n, 5)) < 0.01).astype(float),  # rare, but not far
+        lambda g, n: np.where(g.uniform(size=(n, 1)) < 0.2, -9999.0, g.normal(size=(n, 1))),  # a part of the data
+    ],
+)
+@pytest.mark.parametrize("rows", [30, 200, 3000])
+def test_ordinary_and_heavy_tails_are_kept(draw, rows):
+    found = [len(gross_outliers(draw(GENERATOR(seed), rows))) for seed in range(10)]
+    assert sum(found) <= 1 and max(found) <= 1
+
+
+def test_cauchy_columns_lose_hardly_a_row():
+    found = [len(gross_outliers(GENERATOR(seed).standard_cauchy((2000, 10)))) for seed in range(20)]
+    assert sum(found) <= 20  # of 40,000 rows
+
+
+def test_at_most_one_row_of_a_hundred_is_set_aside():
+    table = normal(1000, 200)
+    table[np.arange(30), np.arange(30)] = 1e6  # each in another column
+    assert len(gross_outliers(table)) == 10
+    assert gross_outliers(normal(10, 2) * [[1e9], *[[1.0]] * 9]) == []  # too few rows to tell
+
+
+def test_set_aside_rows_leave_the_split_of_the_others_as_it_was(tmp_path):
+    table = normal(300, 3)
+    np.save(tmp_path / "clean.npy", table)
+    np.save(tmp_path / "dirty.npy", np.insert(table, 9, [1e7, 0, 0], axis=0))
+    clean, dirty = (load_dataset(str(tmp_path / name)) for name in ("clean.npy", "dirty.npy"))
+    for part in ("train", "validation", "test"):
+        assert getattr(clean, part).dtype == torch.float32
+        assert torch.equal(getattr(clean, part), getattr(dirty, part))
+    assert [note for note in dirty.notes if note not in clean.notes] == [
+        "1 of 301 rows set aside, neither trained nor tested on, because they lie far from all others: row 9 (column 0 is 1e+07, "
+        f"others are in [{table[:, 0].min():.4g}, {table[:, 0].max():.4g}]); rows are counted from 0"
+    ]
+
+
+def test_many_outliers_are_listed_briefly():
+    table = normal(3000, 2)
+    table[:25] *= 1e6
+    found = gross_outliers(table)
+    assert len(found) == 25
+    line = describe_outliers(found, len(table), ["'a'", "'b'"])
+    assert line.startswith("25 of 3000 rows set aside") and "row 0 ('" in line and "and rows 3, 4, 5" in line and "19, …;" in line
+
+
+def test_grey_levels_are_left_alone():
+    images = torch.zeros(50, 1, 2, 2, dtype=torch.uint8)
+    images[3] = 255
+    same, notes = prepare(images, ())
+    assert same is images and notes == ()
+
+
+# Size
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "says"),
+    [
+        (3, 3, "3 examples to train on, 1 to validate, 1 to test, for 3 columns: with fewer rows than columns"),
+        (100, 3, "standard error of about 0.32 times the spread of a single one's"),
+        (400, 100, "expect overfitting"),
+        (400, 3, ""),
+    ],
+)
+def test_small_data_is_told(rows, columns, says):
+    train = torch.zeros(rows, columns)
+    held_out = torch.zeros(max(1, rows // 10), columns)
+    line = note_on_size(Dataset("small", train, held_out, held_out))
+    assert says in line and bool(says) == bool(line)

@@ -1,0 +1,134 @@
+"""Ctrl-C and SIGTERM in Python: an interrupt is a KeyboardInterrupt, and nothing swallows it."""
+
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.model_selection import cross_val_score
+
+import selfnorm.estimator
+from selfnorm import SelfNormDensity
+from selfnorm.train.checkpoint import load
+from selfnorm.train.experiments import find_recipe
+from selfnorm.train.loop import Trainer
+from selfnorm.train.run import start_run
+from selfnorm.train.stopping import StoppedError
+
+ROWS = np.exp(np.random.default_rng(0).normal(size=(200, 2)))
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Makes a trainer raise a signal in its process after a validation at a step or later."""
+
+    def arm(number=signal.SIGINT, step=1):
+        original = Trainer._validate
+
+        def validate(self, stop):
+            original(self, stop)
+            if self.progress.validated >= step:
+                signal.raise_signal(number)
+
+        monkeypatch.setattr(Trainer, "_validate", validate)
+
+    return arm
+
+
+def model(**given):
+    return SelfNormDensity(**{"max_steps": 200, "layers": 2, "random_state": 0, **given})
+
+
+def test_ctrl_c_in_fit_is_a_keyboard_interrupt(interrupted):
+    interrupted()
+    fresh = model()
+    with pytest.raises(KeyboardInterrupt, match="stopped by SIGINT"):
+        fresh.fit(ROWS)
+    assert not hasattr(fresh, "flow_")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_cross_validation_stops(interrupted):
+    interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        cross_val_score(model(), ROWS, cv=3)
+
+
+def test_the_best_flow_is_kept_on_request(interrupted):
+    interrupted(step=60)
+    with pytest.warns(ConvergenceWarning, match=r"stopped by SIGINT after \d+ of 200 steps, so the best weights so far"):
+        kept = model(on_interrupt="keep").fit(ROWS)
+    assert np.isfinite(kept.score_samples(ROWS)).all() and np.isfinite(kept.validation_nll_)
+    assert 0 < kept.n_steps_ < 200
+    worse = model(max_steps=1).fit(ROWS)
+    assert kept.validation_nll_ < worse.validation_nll_  # it had learned something
+
+
+def test_sigterm_ends_the_process_all_the_same(interrupted):
+    interrupted(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        model(on_interrupt="keep").fit(ROWS)
+    assert ended.value.code == 143
+
+
+def test_on_interrupt_is_checked():
+    with pytest.raises(ValueError, match="expected on_interrupt to be raise or keep, got 'stop'"):
+        model(on_interrupt="stop").fit(ROWS)
+
+
+def test_an_interrupt_from_outside_reaches_the_caller():
+    """A timer sends the signal at a moment that training does not choose."""
+    armed = threading.Event()
+    original = selfnorm.estimator.Trainer.start
+
+    def start(self):
+        original(self)
+        armed.set()
+
+    def send():
+        armed.wait()
+        for _ in range(100):
+            if timer.cancelled.wait(0.02):
+                return
+            if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                return
+
+    timer = threading.Thread(target=send)
+    timer.cancelled = threading.Event()
+    selfnorm.estimator.Trainer.start = start
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            model(max_steps=10**6, patience=10**6).fit(ROWS)
+    finally:
+        selfnorm.estimator.Trainer.start = original
+        timer.cancelled.set()
+        timer.join()
+
+
+def test_a_run_saves_itself_and_raises_keyboard_interrupt(tmp_path, interrupted):
+    interrupted()
+    recipe = find_recipe("digits-fc-snf").changed(epochs=50, validate_every=1)
+    with pytest.raises(KeyboardInterrupt):
+        start_run(recipe, tmp_path / "run")
+    assert load(tmp_path / "run").eval() is not None and (tmp_path / "run" / "last.safetensors").exists()
+
+
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_the_kinds_of_stops(number, kind):
+    error = StoppedError(number)
+    assert isinstance(error, kind) and isinstance(error, StoppedError) and not isinstance(error, Exception)
+    assert (error.number, str(error)) == (number, f"stopped by {signal.Signals(number).name}")
+    back = pickle.loads(pickle.dumps(error))
+    assert (type(back), back.number) == (type(error), number)
+
+
+def test_an_uncaught_sigterm_ends_a_program_with_its_status():
+    code = f"from selfnorm.train.stopping import StoppedError\nraise StoppedError({int(signal.SIGTERM)})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert (done.returncode, done.stderr) == (143, b"")

@@ -1,0 +1,77 @@
+"""Gross outliers, dependent columns and tiny tables, through the command and the estimator."""
+
+import json
+
+import numpy as np
+import pytest
+
+from selfnorm import SelfNormDensity
+from selfnorm.train.run import start_run
+from support.commandline import fails, invoke, ok, read_csv, write_csv
+
+FIT = ("--set", "epochs=3", "--set", "layers=2", "--quiet")
+
+
+def table(rows=240, columns=3):
+    return np.random.default_rng(1).normal(size=(rows, columns))
+
+
+def scores(run, file):
+    return np.array([float(row["log_likelihood"]) for row in read_csv(ok("score", run, file))])
+
+
+@pytest.mark.parametrize("factor", [30, 1e4, 1e6, 1e30])
+def test_a_gross_outlier_does_not_change_the_fit_of_the_others(tmp_path, factor):
+    rows = table()
+    clean = write_csv(tmp_path / "clean.csv", rows)
+    dirty = write_csv(tmp_path / "dirty.csv", np.insert(rows, 100, factor * np.array([1.0, -1.0, 2.0]), axis=0))
+    ok("fit", clean, *FIT, "--run", tmp_path / "clean")
+    told = invoke("fit", dirty, *FIT, "--run", tmp_path / "dirty")
+    assert told.exit_code == 0 and "1 of 241 rows set aside" in told.stderr and "row 100 ('" in told.stderr
+    found = read_csv(ok("score", tmp_path / "dirty", dirty))
+    assert found[100]["rank"] == "1"
+    alone = np.delete([float(row["log_likelihood"]) for row in found], 100)
+    assert np.array_equal(alone, scores(tmp_path / "clean", clean))
+    notes = [json.loads(line) for line in (tmp_path / "dirty" / "metrics.jsonl").read_text().splitlines() if '"note"' in line]
+    assert len(notes) == 2 and "row 100" in notes[0]["message"]  # the other is on the size
+
+
+def test_the_estimator_sets_the_same_rows_aside():
+    rows = table(200)
+    dirty = np.vstack([rows, [[1e5, 0, 0]], [[0, 0, 1e300]]])
+    model = {"max_steps": 40, "layers": 2, "random_state": 0}
+    with pytest.warns(UserWarning, match=r"SelfNormDensity: 2 of 202 rows set aside.*row 200 \('x0' is 1e\+05"):
+        fitted = SelfNormDensity(**model).fit(dirty)
+    plain = SelfNormDensity(**model).fit(rows)
+    assert fitted.set_aside_.tolist() == [200, 201] and plain.set_aside_.tolist() == []
+    assert np.array_equal(fitted.score_samples(rows), plain.score_samples(rows))
+    found = fitted.score_samples(dirty)
+    assert found.argsort()[:2].tolist() == [201, 200] and found[201] == -np.inf
+    assert fitted.predict(dirty)[200:].tolist() == [-1, -1]
+
+
+def test_fit_names_dependent_columns_before_it_trains(tmp_path):
+    rows = table()
+    file = write_csv(tmp_path / "twice.csv", np.column_stack([rows[:, :2], 2 * rows[:, 0] + 1]), header="weight,height,pounds")
+    told = fails("fit", file, *FIT, "--run", tmp_path / "run")
+    assert "twice.csv: expected columns that do not determine each other" in told and "'pounds' is 2·'weight' + 1" in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_tiny_data_says_what_can_be_trusted(tmp_path):
+    file = write_csv(tmp_path / "tiny.csv", table(5))
+    told = invoke("fit", file, *FIT, "--run", tmp_path / "run")
+    assert told.exit_code == 0
+    assert "3 examples to train on, 1 to validate, 1 to test, for 3 columns" in told.stderr
+    assert "exact, 1 example, too few to rely on" in told.stdout
+    assert "too few to rely on" in ok("eval", tmp_path / "run")
+
+
+def test_python_users_get_notes_as_records(tmp_path):
+    from selfnorm.train.experiments import recipe_for
+
+    file = write_csv(tmp_path / "tiny.csv", table(40))
+    records = []
+    start_run(recipe_for(str(file), (3,), 32, 20).changed(layers=1), tmp_path / "run", report=records.append)
+    (note,) = [record["message"] for record in records if record["kind"] == "note"]
+    assert note.startswith("32 examples to train on, 4 to validate, 4 to test: ")
