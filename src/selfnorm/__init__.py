@@ -3,7 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from selfnorm.base import StandardNormal
 from selfnorm.bijection import Bijection, Chain, Surrogate
 from selfnorm.evaluate.sampler import Sampler
 from selfnorm.flow import Flow, InaccurateInverseWarning
@@ -21,6 +20,7 @@ from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
 from selfnorm.layers.spline import SplineActivation
 from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
 from selfnorm.linalg.factors import SingularWeightError
+from selfnorm.runtime.base import StandardNormal
 
 if TYPE_CHECKING:
     from selfnorm.estimator import SelfNormDensity
