@@ -13,7 +13,6 @@ ORDER = [
     "runtime",
     "linalg",
     "kernels",
-    "base",
     "bijection",
     "flow",
     "layers",
@@ -33,7 +32,7 @@ ORDER = [
 EXEMPT = {"__init__", "__main__"}
 # Names that several modules may define, with the reason why.
 SAME_NAMES: dict[str, str] = {}
-NO_CUDA = ("base", "bijection", "flow", "models", "objective", "penalties", "estimator", "runtime.context")
+NO_CUDA = ("bijection", "flow", "models", "objective", "penalties", "estimator", "runtime.context")
 
 
 def modules():

@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from selfnorm.base import StandardNormal
     from selfnorm.bijection import Bijection, Chain, Surrogate
     from selfnorm.estimator import SelfNormDensity
     from selfnorm.evaluate.sampler import Sampler
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from selfnorm.layers.spline import SplineActivation
     from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
     from selfnorm.linalg.factors import SingularWeightError
+    from selfnorm.runtime.base import StandardNormal
     from selfnorm.train.checkpoint import load
 
 __version__ = "0.1.0"
@@ -64,7 +64,6 @@ __all__ = [
 
 # Imported on first use: torch takes seconds, in which the command could not even be interrupted properly.
 _NAMES = {
-    "selfnorm.base": ("StandardNormal",),
     "selfnorm.bijection": ("Bijection", "Chain", "Surrogate"),
     "selfnorm.estimator": ("SelfNormDensity",),
     "selfnorm.evaluate.sampler": ("Sampler",),
@@ -83,6 +82,7 @@ _NAMES = {
     "selfnorm.layers.spline": ("SplineActivation",),
     "selfnorm.layers.tracked": ("TrackedConv2d", "TrackedLinear"),
     "selfnorm.linalg.factors": ("SingularWeightError",),
+    "selfnorm.runtime.base": ("StandardNormal",),
     "selfnorm.train.checkpoint": ("load",),
 }
 _PLACES = {name: module for module, names in _NAMES.items() for name in names}

@@ -10,12 +10,12 @@ from typing import Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from selfnorm.base import BaseDistribution, StandardNormal
 from selfnorm.bijection import Bijection, Chain, InversePlan, InverseTracker, PlannedInverse, Surrogate
 from selfnorm.linalg.accurate import ChosenPrecision, forward_accurately, inverse_accurately
 from selfnorm.linalg.iterations import MAX_REFINEMENTS
 from selfnorm.linalg.wide import in_float64
 from selfnorm.runtime.autograd import is_transformed, is_vectorised
+from selfnorm.runtime.base import BaseDistribution, StandardNormal
 from selfnorm.runtime.checks import describe, expect_finite, expect_float
 from selfnorm.runtime.context import current_step
 from selfnorm.runtime.marks import TensorMark, marks_of, unchanged

@@ -9,7 +9,6 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from selfnorm.base import StandardNormal
 from selfnorm.bijection import Bijection, Chain
 from selfnorm.flow import Flow
 from selfnorm.layers.activation import Logit, SmoothLeakyReLU
@@ -26,6 +25,7 @@ from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
 from selfnorm.layers.spline import SplineActivation
 from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
 from selfnorm.runtime.aliases import accepts_old_names
+from selfnorm.runtime.base import StandardNormal
 from selfnorm.runtime.checks import event_shape, positive_int
 
 Size = int | Sequence[int]
