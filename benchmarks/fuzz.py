@@ -19,16 +19,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import hypothesis
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from progress import progress
 from record import Cell, at_least, command, parser, record, run
 from selfnorm.report.provenance import provenance
 
@@ -183,29 +181,6 @@ def try_all(cases: int, jobs: int, seed: int) -> Iterator[Tried]:
             for worker in workers:
                 if worker is not None:
                     worker.terminate()
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Any]:
-    """Context manager that yields a function to call after each case with the number of wrong ones so far."""
-    console = Console(stderr=True)
-    began = time.monotonic()
-    done = 0
-    text = TextColumn("{task.description}")
-    columns = (text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("left"))
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("0 wrong", total=total)
-
-        def advance(wrong: int) -> None:
-            nonlocal done
-            done += 1
-            if console.is_terminal:
-                bar.update(task, advance=1, description=f"{wrong} wrong")
-            elif done % max(1, total // 20) == 0:
-                left = (time.monotonic() - began) / done * (total - done)
-                print(f"{done} of {total} cases, {wrong} wrong, {left:.0f} s left", file=sys.stderr, flush=True)
-
-        yield advance
 
 
 def main() -> None:

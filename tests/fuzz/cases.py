@@ -46,7 +46,7 @@ class Case:
 
     @property
     def verb(self) -> str:
-        return next((word for word in self.args if word.isalpha()), "none")
+        return self.args[0] if self.args and self.args[0].isascii() and self.args[0].isalpha() else "none"
 
     @property
     def size(self) -> int:

@@ -86,10 +86,13 @@ def folders(draw: Any) -> tuple[dict[str, bytes], int]:
 @st.composite
 def images(draw: Any) -> Case:
     """A call of `score`, seldom of `fit`, on a folder of images or on one image."""
+    fit = draw(st.integers(0, 9)) == 0
     files, expected = draw(folders())
+    if fit and draw(st.booleans()):  # as many as it takes
+        files |= {f"images/{index}.png": draw(image(".png", True)) for index in range(8)}
     # A folder without any file could not be made of files.
     files["images/readme.txt"] = b"text"
-    if draw(st.integers(0, 9)) == 0:
+    if fit:
         few = ("--set", "epochs=1", "--set", "layers=1", "--set", "model=fc", "--run", "new", "-q")
         return Case("images", ("fit", "images", *few), files=files)
     what, count = "images", expected

@@ -22,25 +22,25 @@ def expect_no_violation(case):
     assert not wrong, f"{wrong}\n{case}\n{outcome.stderr}"
 
 
-@settings(short, max_examples=140)
+@settings(short, max_examples=120)
 @given(strategies_tables.tables)
 def test_tables(case):
     expect_no_violation(case)
 
 
-@settings(short, max_examples=150)
+@settings(short, max_examples=120)
 @given(strategies_bytes.run_bytes())
 def test_run_bytes(case):
     expect_no_violation(case)
 
 
-@settings(short, max_examples=120)
+@settings(short, max_examples=80)
 @given(strategies_options.options())
 def test_options(case):
     expect_no_violation(case)
 
 
-@settings(short, max_examples=60)
+@settings(short, max_examples=40)
 @given(strategies_images.images())
 def test_images(case):
     expect_no_violation(case)
