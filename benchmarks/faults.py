@@ -6,8 +6,9 @@
 The faults are SIGKILL, SIGTERM and SIGINT at random moments, disks that are full, folders that cannot be written to or that
 vanish, and a second process that does the same at the same time. The same call follows, as `train --resume` if there is a run,
 and with --force where it had written its output. It must end with 0 and leave what an undisturbed call leaves, apart from times,
-and nothing else. No call may show a traceback or leave a part of a file under a final name. Checkpoints are written after each step.
-Exits with 1 if anything is wrong; --only SEED repeats one fault and shows what happened. Twenty minutes on two cores; Linux only.
+and nothing else. No call may show a traceback or leave a part of a file under a final name. Checkpoints are written after each
+step. Exits with 1 if anything is wrong; --only SEED repeats one fault and shows what happened.
+Twenty minutes on two cores; Linux only.
 """
 
 from __future__ import annotations
@@ -294,6 +295,7 @@ def last_line(text: str) -> str:
 
 def work(seeds: Any, results: Any) -> None:
     """Tries the faults of the seeds in a queue, until it gets None."""
+    forked.end_with_parent()
     with tempfile.TemporaryDirectory() as folder:
         place = Workplace(Path(folder).resolve())
         while (seed := seeds.get()) is not None:
@@ -355,10 +357,11 @@ def main() -> None:
     with progress(chosen.faults) as advance:
         for each in try_all([1_000_000 * chosen.seed + index for index in range(chosen.faults)], chosen.jobs):
             tried.append(each)
+            if each.wrong:
+                call = f"{each.verb}, {each.fault}, exit status {each.codes}"
+                print(f"\n--only {each.seed}: {call}", *each.wrong, sep="\n  ", flush=True)
             advance(sum(bool(other.wrong) for other in tried))
     wrong = [each for each in tried if each.wrong]
-    for each in wrong:
-        print(f"\n--only {each.seed}: {each.verb}, {each.fault}, exit status {each.codes}", *each.wrong, sep="\n  ")
     record(
         chosen.json,
         title=f"{len(tried)} faults",

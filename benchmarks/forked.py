@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 LONGEST = 90.0  # seconds that a call may take
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 # Kinds of faults. "event" means: at a moment when the call opens a file to write, renames, deletes, or makes a folder.
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
 WRITES = ("os.rename", "os.remove", "os.mkdir", "os.truncate", "os.chmod")
@@ -65,8 +66,7 @@ class Ended:
 
 def prepare() -> None:
     """Imports what the command needs, and makes this process the parent of processes whose own parent has died."""
-    subreaper = 36
-    ctypes.CDLL(None).prctl(subreaper, 1, 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for name in (
         "numpy",
         "torch",
@@ -85,6 +85,11 @@ def prepare() -> None:
     with tempfile.TemporaryDirectory() as folder:  # a first figure imports more, and reads fonts
         figures.sample_scatter(Path(folder, "x.png"), torch.randn(9, 2), {"samples": torch.randn(9, 2)}, None)
     gc.freeze()  # so that no fork copies all that by looking for garbage
+
+
+def end_with_parent() -> None:
+    """Makes this process end when its parent does, however that ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 class Call:
@@ -259,7 +264,7 @@ def _obey_modes() -> None:
 
 
 def _watch_writes(home: Path, fault: Fault) -> list[int]:
-    """Counts the events in which the call writes below its folder, and makes a fault happen at one of them; the disk stays full."""
+    """Counts the events in which the call writes below its folder, and makes a fault happen at one; a full disk stays full."""
     seen = [0]
     place = str(home)
 
