@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import forked
+import selfnorm
 from forked import SIGNALS, Call, Ended, Fault, disturbed, random_fault
 from progress import progress
 from record import Cell, at_least, command, parser, record, run
@@ -214,7 +215,11 @@ class Workplace:
     def _started(self, verb: Verb, home: Path, fault: Fault) -> Ended:
         """Starts a process afresh, and ends it with a signal while it imports."""
         words = [sys.executable, "-m", "selfnorm", *self.args(verb)]
-        with subprocess.Popen(words, cwd=home, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        place = str(Path(selfnorm.__file__).parents[1])  # this package, wherever the working folder is
+        environment = {**os.environ, "PYTHONPATH": place}
+        with subprocess.Popen(
+            words, cwd=home, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
             time.sleep(fault.delay)
             process.send_signal(SIGNALS[fault.kind])
             stdout, stderr = process.communicate()

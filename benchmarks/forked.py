@@ -208,6 +208,8 @@ def random_fault(kind: str, chance: random.Random, seconds: float, events: int, 
         return Fault(kind, event=chance.randint(1, max(1, events // 2)))
     if kind in SIGNALS and chance.random() < 0.5:
         return Fault(kind, event=chance.randint(1, max(1, 6 if soon else events)))
+    if kind == "second process" and chance.random() < 0.5:
+        return Fault(kind, delay=0.0)  # as close as can be
     return Fault(kind, delay=chance.uniform(0, 0.02 if soon else 1.05 * seconds))
 
 
