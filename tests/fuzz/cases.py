@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from support.commandline import VERBS
+
 
 class Outcome(NamedTuple):
     """What a call left behind.
@@ -46,7 +48,7 @@ class Case:
 
     @property
     def verb(self) -> str:
-        return self.args[0] if self.args and self.args[0].isascii() and self.args[0].isalpha() else "none"
+        return self.args[0] if self.args and self.args[0] in VERBS else "none"
 
     @property
     def size(self) -> int:
