@@ -52,9 +52,9 @@ def scores_of(text):
 
 def test_fit_says_what_it_understood_and_stores_it(pandas_run):
     run, file, said = pandas_run
-    assert said == (
+    assert said.splitlines()[0] == (
         f"selfnorm: {file}: header: yes, 2 columns; unnamed column 1 counts the rows: left out; "
-        "column '1' is 7.5 in all rows: left out\n"
+        "column '1' is 7.5 in all rows: left out"
     )
     stored = read_checkpoint(run / "best.safetensors")
     assert (stored.columns, stored.shape) == (("0", "2"), (2,))
@@ -162,7 +162,7 @@ def test_the_decisions_of_fit_can_be_overruled_and_are_settings(tmp_path):
     assert (recipe.data.drop, recipe.data.keep, recipe.data.header) == (("name", "b"), (), None)
     assert read_checkpoint(run / "best.safetensors").columns == ("id", "a")
     assert "test NLL" in ok("train", "--resume", run, "-q")
-    whole = write_rows(tmp_path / "w.csv", "", [(0, 1, 2), *((index, index * index, -index) for index in range(60))])
+    whole = write_rows(tmp_path / "w.csv", "", [(0, 1, 2), *((index, index**2, index**3) for index in range(60))])
     for options, columns, count in (((), ("0", "1", "2"), 60), (("--no-header",), (), 61), (("--set", "header=false"), (), 61)):
         folder = tmp_path / f"whole{len(options)}{count}"
         result = invoke("fit", whole, *TINY, *options, "--run", folder)
@@ -188,6 +188,7 @@ def test_a_compressed_table(tmp_path):
     assert ok("score", tmp_path / "run", file) == ok("score", tmp_path / "run", tmp_path / "t.csv")
 
 
+@pytest.mark.filterwarnings("ignore:.*without a digest")
 def test_runs_of_earlier_versions_read_their_tables_as_before(tmp_path):
     """They fitted the index of pandas as a column; what they were trained on must be found again."""
     rows = [(index, a, b) for index, (a, b) in enumerate(VALUES.tolist())]

@@ -88,7 +88,8 @@ def test_a_file_of_training_scores_that_cannot_be_read(run, table_run, damage):
     else:  # a header that claims 8 TB, or nests
         head = {"huge": b"{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000000,), }", "nested": b"(" * 5000}[damage]
         path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head) + 1) + head + b"\n" + bytes(80))
-    assert f"{path}: expected the training data's scores" in fails("score", run, table_run[1])
+    expected = "expected a regular file" if damage == "folder" else "expected the training data's scores"
+    assert f"{path}: {expected}" in fails("score", run, table_run[1])
 
 
 def test_resuming_writes_the_scores_again(run, table_run):

@@ -27,7 +27,7 @@ from selfnorm.train.digest import digest
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.settings import from_mapping
-from selfnorm.train.sizes import expect_room
+from selfnorm.train.sizes import expect_stored
 
 FORMAT = "selfnorm-checkpoint-1"
 
@@ -88,7 +88,7 @@ class Checkpoint:
         """Returns the flow as it was trained: of the data, or of its distances from "data.origin", in float32."""
         weights = self.part("loss.flow.").values()
         try:
-            expect_room(self.recipe, self.shape, len(weights), sum(value.numel() for value in weights))
+            expect_stored(self.recipe, self.shape, len(weights), sum(value.numel() for value in weights))
             flow = build_flow(self.recipe, self.shape, self.levels)
             self.load_into(flow, "loss.flow.")
         except (RuntimeError, TypeError, ValueError, MemoryError, OverflowError) as error:  # the last two for absurd sizes

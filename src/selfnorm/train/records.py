@@ -33,13 +33,13 @@ def _sound_fields(record: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         if key in TEXTS:
             sound = isinstance(value, str)
         elif key in LISTS:
-            sound = isinstance(value, list) and all(map(is_number, value))
+            sound = isinstance(value, list) and all(map(is_finite_number, value))
         else:
-            sound = is_number(value)
+            sound = is_finite_number(value)
         if sound:
             yield key, value
 
 
-def is_number(value: Any) -> bool:
+def is_finite_number(value: Any) -> bool:
     """Returns whether a value is None, or a finite number that can be computed with."""
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST)

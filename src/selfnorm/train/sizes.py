@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from selfnorm.train.recipe import Recipe
 
 
-def expect_room(recipe: Recipe, shape: tuple[int, ...], tensors: int, numbers: int) -> None:
+def expect_stored(recipe: Recipe, shape: tuple[int, ...], tensors: int, numbers: int) -> None:
     """Raises ValueError if the recipe's flow for examples of a shape needs more than so many tensors, or numbers in them.
 
     The bounds are low: a flow that fits passes, and one that takes many times as much does not. Cost: O(layers).
