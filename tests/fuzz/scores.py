@@ -20,10 +20,7 @@ def scored_rows(outcome: Outcome, output: str | None, as_json: bool) -> list[dic
     content = outcome.made.get(output) if output else None
     if output and output.endswith(".npy") and content:
         table = np.load(io.BytesIO(content))
-        names = table.dtype.names or (None,)
-        return [
-            {name or "log_likelihood": value for name, value in zip(names, np.atleast_1d(row), strict=False)} for row in table
-        ]
+        return [{name: row[name] for name in table.dtype.names} for row in table]
     if output and output.endswith(".parquet") and content:
         from pyarrow import parquet
 

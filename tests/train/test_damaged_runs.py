@@ -92,6 +92,15 @@ def test_a_file_of_training_scores_that_cannot_be_read(run, table_run, damage):
     assert f"{path}: {expected}" in fails("score", run, table_run[1])
 
 
+def test_a_flipped_bit_in_the_training_scores_is_noticed(run, table_run):
+    """The last bit of a number changes neither the order nor, visibly, a percentile."""
+    path = run / "training_scores.npy"
+    content = bytearray(path.read_bytes())
+    content[len(content) - 8] ^= 1
+    path.write_bytes(content)
+    assert "got others than the run wrote" in fails("score", run, table_run[1])
+
+
 def test_resuming_writes_the_scores_again(run, table_run):
     before = ok("score", run, table_run[1])
     (run / "training_scores.npy").write_bytes(b"")

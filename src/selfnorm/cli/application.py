@@ -111,7 +111,7 @@ def command(name: str, *examples: str, group: typer.Typer = app) -> Callable[[Ca
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
     """Prints a warning as one line, without the place in the source that issued it."""
-    ERR.print(f"selfnorm: {' '.join(str(message).split())}", style="yellow")
+    ERR.print(f"selfnorm: {one_line(message if isinstance(message, Warning) else category(message))}", style="yellow")
 
 
 @app.callback(invoke_without_command=True)

@@ -12,6 +12,7 @@ from selfnorm.cli.application import command
 from selfnorm.cli.console import ERR, OUT, print_json
 from selfnorm.cli.options import ConstantsChoice, Debug, Device, Force, Json, Output, RunPath, Seed, resolve_device
 from selfnorm.cli.outputs import check_output, data_of, expect_not_input, files_of
+from selfnorm.runtime.escapes import escaped
 from selfnorm.runtime.files import is_stream, naming_full_disk
 from selfnorm.train.score_files import SCORE_ENDINGS, expect_score_format, scores_csv, write_scores
 from selfnorm.train.trained import Trained
@@ -61,8 +62,9 @@ def score(
         for row in rows:
             print_json(row)
     elif output is None:
+        text = scores_csv(rows)  # as it is for a program; what identifies a row may hold anything
         with naming_full_disk("standard output"):
-            sys.stdout.write(scores_csv(rows))
+            sys.stdout.write(escaped(text) if sys.stdout.isatty() else text)
     else:
         write_scores(output, rows, is_new=not force)
         (ERR if is_stream(output) else OUT).print(f"wrote {len(rows)} rows to {output}")

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from selfnorm.runtime.autograd import is_vectorised
 
+SHOWN = 1000  # characters at either end of a very long message
+
 
 class Describable(Protocol):
     """A module, or an object that looks like one."""
@@ -34,8 +36,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the message of an error on one line, or the name of its type if it has none."""
-    return " ".join((str(error) or type(error).__name__).split())
+    """Returns the message of an error or warning on one line, or the name of its type if it has none.
+
+    The middle of a very long one, which may quote a damaged file, is left out.
+    """
+    line = " ".join((str(error) or type(error).__name__).split())
+    return line if len(line) <= 2 * SHOWN else f"{line[:SHOWN]} … {line[-SHOWN:]}"
 
 
 def expect_shape(layer: nn.Module, x: Tensor, *event: int | str) -> None:

@@ -7,6 +7,8 @@ import json
 import zlib
 from collections.abc import Mapping
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, uint8
 
 
@@ -18,6 +20,11 @@ def digest(tensors: Mapping[str, Tensor], facts: str) -> str:
     """
     described = [(name, str(value.dtype), list(value.shape), _crc32(value)) for name, value in sorted(tensors.items())]
     return hashlib.sha256(json.dumps([facts, described]).encode()).hexdigest()
+
+
+def digest_of_scores(scores: NDArray[np.float64]) -> str:
+    """Returns the CRC-32 of an array of numbers, in hex."""
+    return f"{zlib.crc32(np.ascontiguousarray(scores).data):08x}"
 
 
 def _crc32(value: Tensor) -> int:

@@ -31,6 +31,7 @@ class Result:
     parameters: int  # number of trainable values in the flow
     rollbacks: int
     provenance: dict[str, str | None]
+    scores_digest: str | None = None  # of training_scores.npy; None from earlier versions
 
     @classmethod
     def read(cls, path: Path) -> Result:

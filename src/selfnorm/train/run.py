@@ -27,6 +27,7 @@ from selfnorm.runtime.files import json_text, replacing, write_text
 from selfnorm.runtime.memory import PeakMemory
 from selfnorm.runtime.threads import cpu_threads
 from selfnorm.train.checkpoint import Checkpoint
+from selfnorm.train.digest import digest_of_scores
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Report, Trainer
 from selfnorm.train.profile import Piece
@@ -255,6 +256,7 @@ def _finish_run(trainer: Trainer, memory: PeakMemory | None) -> Result:
             parameters=sum(parameter.numel() for parameter in trainer.flow.parameters() if parameter.requires_grad),
             rollbacks=progress.rollbacks,
             provenance=provenance(device),
+            scores_digest=digest_of_scores(scores.numpy()),
         )
         if (earlier := Result.stored(folder.result)) and earlier.seconds == result.seconds:  # had already ended
             result = replace(result, peak_memory=earlier.peak_memory, provenance=earlier.provenance)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfnorm.runtime.checks import one_line
+from selfnorm.train.digest import digest_of_scores
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,11 @@ class Scores:
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def read_scores(path: Path) -> NDArray[np.float64]:
-    """Returns the sorted scores of training examples that a run stored; raises ValueError if they cannot be used."""
+def read_scores(path: Path, expected_digest: str | None) -> NDArray[np.float64]:
+    """Returns the sorted scores of training examples that a run stored; raises ValueError if they cannot be used.
+
+    expected_digest:  as the run's result has it; None if that is not known.
+    """
     got = ""
     try:
         stored = np.lib.format.open_memmap(path, mode="r")  # which checks the file's size before it allocates anything
@@ -68,6 +72,8 @@ def read_scores(path: Path) -> NDArray[np.float64]:
             got = "non-finite ones" if len(stored) else "none"
         elif (np.diff(stored) < 0).any():
             got = "unsorted ones"
+        elif expected_digest and digest_of_scores(np.array(stored, np.float64)) != expected_digest:
+            got = "others than the run wrote"
     if got:
         raise ValueError(
             f"{path}: expected the training data's scores, got {got}; `selfnorm train --resume {path.parent}` writes them again"

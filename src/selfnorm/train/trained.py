@@ -31,6 +31,7 @@ from selfnorm.runtime.precision import Precision
 from selfnorm.runtime.threads import cpu_threads
 from selfnorm.train.checkpoint import Checkpoint, open_checkpoint
 from selfnorm.train.folder import RunFolder
+from selfnorm.train.result import Result
 from selfnorm.train.run import dataset_of
 from selfnorm.train.scores import Scores, read_scores
 from selfnorm.train.watch import MAX_EXAMPLES
@@ -147,7 +148,8 @@ class Trained:
         recipe, folder = self.checkpoint.recipe, RunFolder(self.path.parent)
         folder.expect_regular_files()
         if self.path.name == folder.best.name and folder.scores.exists():
-            return read_scores(folder.scores)
+            result = Result.stored(folder.result)
+            return read_scores(folder.scores, result.scores_digest if result else None)
         fresh: NDArray[np.float64] = reference_scores(
             self.flow, self.examples("train"), recipe.evaluation.batch_size, recipe.optimiser.seed
         ).numpy()
