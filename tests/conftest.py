@@ -1,6 +1,7 @@
 """Fixtures for all tests, which run in float64 from a fixed seed, on the CPU and on the accelerator if there is one."""
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -25,6 +26,9 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 # By default torch lets cuDNN round float32 convolutions to TF32; tests in float32 need full precision.
 torch.backends.cudnn.allow_tf32 = False
+# A shell ignores SIGINT in what it starts in the background, and so would every process that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -184,7 +184,7 @@ def test_overfitting_ends_training_early_with_the_best_weights():
 def test_divergence_keeps_the_best_weights_and_says_so():
     rows = gaussian(300, 0)
     with pytest.warns(ConvergenceWarning, match="SelfNormDensity: training diverged"):
-        model = SelfNormDensity(max_steps=300, reconstruction_weight=0.0, learning_rate=0.3, random_state=0).fit(rows)
+        model = SelfNormDensity(max_steps=300, reconstruction_weight=0.0, learning_rate=1.0, random_state=0).fit(rows)
     assert np.isfinite(model.score_samples(rows)).all()
 
 

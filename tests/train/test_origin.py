@@ -12,7 +12,6 @@ from selfnorm.data import load_dataset
 from selfnorm.train.checkpoint import load, read_checkpoint, save_checkpoint
 from selfnorm.train.experiments import recipe_for
 from selfnorm.train.run import resume_run, start_run
-from selfnorm.train.sample_files import write_samples
 from selfnorm.train.trained import Trained
 from support.commandline import fails, ok, read_csv
 
@@ -82,7 +81,7 @@ def test_every_verb_speaks_in_the_units_of_the_data(far_run, tmp_path):
     ok("sample", run, "-n", 50, "-o", tmp_path / "samples.csv")
     drawn = np.loadtxt(tmp_path / "samples.csv", delimiter=",", skiprows=1)
     assert (np.abs(drawn - 1e8) < 20).all() and len(np.unique(drawn)) == 100  # float32 would give multiples of 8
-    write_samples(tmp_path / "samples.npy", Trained.open(run).sample(2, "exact", 0), None, ())
+    ok("sample", run, "-n", 2, "-o", tmp_path / "samples.npy")
     assert np.load(tmp_path / "samples.npy").dtype == np.float64
     evaluated = Trained.open(run).evaluate("train")
     held = load_dataset(str(file)).train
