@@ -67,6 +67,8 @@ class Ended:
 def prepare() -> None:
     """Imports what the command needs, and makes this process the parent of processes whose own parent has died."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job that a shell has started in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in (
         "numpy",
         "torch",
