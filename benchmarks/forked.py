@@ -27,10 +27,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from selfnorm.runtime.signals import end_at_once
+
 LONGEST = 90.0  # seconds that a call may take
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 # Kinds of faults. "event" means: at a moment when the call opens a file to write, renames, deletes, or makes a folder.
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
+STOPPING = (signal.SIGTERM, signal.SIGINT)
 WRITES = ("os.rename", "os.remove", "os.mkdir", "os.truncate", "os.chmod")
 
 
@@ -104,9 +107,11 @@ class Call:
         pipes = {name: os.pipe() for name in self._buffers}
         sys.stdout.flush()
         sys.stderr.flush()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until the call handles them itself
         self.pid = os.fork()
         if not self.pid:
             _serve(list(args), home, fault, {name: pipe[1] for name, pipe in pipes.items()})
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for _, write in pipes.values():
             os.close(write)
         self._open = {pipe[0]: name for name, pipe in pipes.items()}
@@ -233,8 +238,10 @@ def _serve(args: list[str], home: Path, fault: Fault, streams: dict[str, int]) -
         run: Any = import_module("selfnorm.train.run")
         for function in (run.start_run, run.resume_run, run.start_runs, run.resume_runs):
             function.__kwdefaults__["save_every"] = 0.0  # so that most moments are between two checkpoints
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # As `main` sets it in its first line. What comes earlier, while Python itself starts, is not the command's.
+        signal.signal(signal.SIGINT, end_at_once)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         sys.argv = ["selfnorm", *args]
         try:
             runpy.run_module("selfnorm", run_name="__main__", alter_sys=False)

@@ -87,8 +87,9 @@ class RunFolder:
     def close_log(self) -> None:
         """Closes the metrics file; the next `log` opens it again."""
         if self._log is not None:
-            self._log.close()
-            self._log = None
+            log, self._log = self._log, None
+            with naming_full_disk(self.metrics):  # closing writes again what a full disk did not take
+                log.close()
 
     def rewind_log(self, length: int) -> None:
         """Removes the metrics written after a checkpoint, given the length of the file at that time."""
