@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from selfnorm import (
     ActNorm,
+    Affine,
     AffineCoupling,
     Bijection,
     Chain,
@@ -32,6 +33,7 @@ from selfnorm.linalg import accurate
 from selfnorm.linalg.wide import in_float64
 from selfnorm.models import fc_flow, glow
 from selfnorm.runtime.context import step_context
+from selfnorm.runtime.rounding import Rounding
 
 FLOAT32 = torch.float32
 
@@ -118,6 +120,82 @@ def test_the_likelihood_of_a_chain_is_exact_in_float32(between, condition):
     assert_exact(flow, torch.randn(200, 6, dtype=FLOAT32))
 
 
+def aligned(condition, layers):
+    """A flow whose layers stretch the same directions, so that their condition numbers multiply."""
+    turned = torch.linalg.qr(torch.randn(4, 4))[0]
+    weight = turned @ torch.logspace(0, 1, 4, base=condition).diag() @ turned.mT
+    flow = with_weights(Chain(*(SelfNormLinear(4) for _ in range(layers))), *[weight] * layers)
+    for layer in flow.bijection:
+        torch.nn.init.zeros_(layer.bias)
+    return flow
+
+
+@pytest.mark.parametrize(("condition", "layers"), [(300, 3), (900, 2), (30, 2), (900, 1)])
+def test_what_was_scored_before_does_not_matter(condition, layers):
+    """Rows of zeros show no rounding error, whether they came in an earlier batch or come first in this one."""
+    flow = aligned(condition, layers)
+    zeros, x = torch.zeros(9, 4, dtype=FLOAT32), typical(flow, 4)
+    flow.log_prob(zeros)
+    assert_exact(flow, x)
+    assert_exact(aligned(condition, layers), torch.cat([zeros, x]))
+
+
+@pytest.mark.parametrize("scale", [5, 20, 1000])
+@pytest.mark.parametrize("condition", [10, 900])
+def test_outlying_rows_are_exact_too(condition, scale):
+    flow = with_weights(SelfNormLinear(4), conditioned(4, condition))
+    x = typical(flow, 4)
+    flow.log_prob(x)
+    assert_exact(flow, torch.cat([x, scale * x[:1]]))
+
+
+@pytest.mark.parametrize("scale", [1e2, 1e4])
+def test_an_elementwise_layer_may_magnify_errors(scale):
+    """Rotations have a condition number of 1, but the map in between does not."""
+    first, last = (torch.linalg.qr(torch.randn(4, 4))[0] for _ in range(2))
+    flow = with_weights(Chain(SelfNormLinear(4), ActNorm(4), SelfNormLinear(4)), first, last)
+    with torch.no_grad():
+        flow.bijection[1].log_scale.copy_(torch.tensor([1.0, 1.0, -1.0, -1.0]) * math.log(scale))
+        flow.bijection[0].bias.zero_()
+    assert_exact(flow, typical(flow, 4))
+
+
+def test_a_steep_base_magnifies_errors():
+    flow = with_weights(SelfNormLinear(2), conditioned(2, 500))
+    flow.base = Scaled().float()
+    with torch.no_grad():
+        flow.base.factor.mul_(1000)
+    x = oracle(flow).decode(torch.randn(50, 2) / 1000, "exact").detach().float()
+    assert_exact(flow, x)
+
+
+@pytest.mark.parametrize("offset", [1e4, 1e6])
+def test_a_bias_may_cancel_most_of_the_data(offset):
+    """A rotation of data far from the origin, and a bias that takes it back."""
+    flow = with_weights(SelfNormLinear(8), torch.linalg.qr(torch.randn(8, 8))[0])
+    x = (offset + torch.randn(100, 8)).float()
+    with torch.no_grad():
+        flow.bijection.bias.copy_(-offset * flow.bijection.weight.sum(1))
+    assert_exact(flow, x)
+
+
+def test_one_row_does_not_stand_for_others():
+    """Its errors may cancel by chance."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        flow = aligned(100, 3)
+        x = typical(flow, 4)
+        flow.log_prob(x[:1])
+        assert_exact(flow, x)
+
+
+def test_a_preprocessing_of_any_scale_counts_for_nothing(evaluations):
+    """Before the first product nothing is rounded."""
+    flow = with_weights(Chain(Affine(torch.zeros(4), torch.tensor([1e-6, 1.0, 1e3, 1e6])), SelfNormLinear(4)), torch.eye(4))
+    flow.log_prob(torch.randn(30, 4, dtype=FLOAT32) / flow.bijection[0].scale)
+    assert evaluations == []
+
+
 @pytest.mark.parametrize("weights", ["narrow", "wide"])
 def test_a_multiscale_flow_with_one_bad_layer_is_exact_in_float32(weights):
     flow = glow((1, 8, 8), steps=2, hidden=8)
@@ -182,6 +260,41 @@ def test_a_base_of_the_users_own_takes_part_in_float64():
     assert_exact(flow, x)
     flow.log_prob(x).sum().backward()
     assert flow.base.factor.grad.dtype == FLOAT32 and flow.base.factor.grad.abs().sum() > 0
+
+
+class Elsewhere(Bijection):
+    """Scales by a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix = torch.eye(4, dtype=FLOAT32)
+
+    def forward(self, x, *, context=None):
+        return x @ self.matrix, x.new_zeros(len(x))
+
+    def inverse(self, z, *, context=None):
+        return z @ self.matrix, z.new_zeros(len(z))
+
+
+class FixedScale(Scaled):
+    """A base whose matrix is no parameter."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.factor = torch.eye(4, dtype=FLOAT32)
+
+
+@pytest.mark.parametrize("base", [False, True], ids=["layer", "base"])
+def test_what_cannot_be_copied_to_float64_is_told_where_it_matters(base):
+    make = (lambda: SelfNormLinear(4)) if base else (lambda: Chain(SelfNormLinear(4), Elsewhere()))
+    flow, x = with_weights(make(), conditioned(4, 1e6)), torch.randn(20, 4, dtype=FLOAT32)
+    flow.base = FixedScale() if base else flow.base
+    with pytest.warns(RuntimeWarning, match=r"Flow.log_prob: expected a flow that can be evaluated in float64, .*same dtype"):
+        found = flow.log_prob(x)
+    assert found.dtype == FLOAT32 and torch.equal(flow.log_prob(x), found)  # told once
+    harmless = with_weights(make(), conditioned(4, 3))
+    harmless.base = flow.base
+    assert torch.isfinite(harmless.log_prob(x)).all()
 
 
 class ByClass(Bijection):
@@ -279,20 +392,25 @@ def evaluations(monkeypatch):
     return calls
 
 
-def test_many_harmless_layers_are_looked_at_once(evaluations):
+def test_many_harmless_layers_are_looked_at_once_for_rows_of_a_size(evaluations):
     """The product of their condition numbers bounds the error, but far from closely."""
     layers = [SelfNormLinear(12) for _ in range(8)]
-    flow = with_weights(Chain(*layers), *(conditioned(12, 5) for _ in layers))
-    x = torch.randn(30, 12, dtype=FLOAT32)
+    flow = with_weights(Chain(*layers), *(conditioned(12, 4) for _ in layers))
+    x = torch.randn(30, 12, dtype=FLOAT32) / 10
     z, log_det = flow.bijection(x)
     for _ in range(3):
         assert torch.equal(flow.log_prob(x), flow.base.log_prob(z) + log_det)
     assert len(evaluations) == 1
+    flow.log_prob(1.5 * x)
+    assert len(evaluations) == 1
+    flow.log_prob(3 * x)
+    flow.log_prob(x)
+    assert len(evaluations) == 2
     with torch.no_grad():
         layers[3].weight[0].mul_(2)
     flow.log_prob(x)
     flow.encode(x)
-    assert len(evaluations) == 2
+    assert len(evaluations) == 3
 
 
 def test_factors_are_shared_between_dtypes(factorisations):
@@ -356,10 +474,11 @@ def test_condition_numbers_are_estimated_within_a_factor_of_two(name):
     layer = make().eval()
     if name == "LU":
         layer.load_state_dict({"weight": torch.randn(30, 30), "bias": torch.zeros(30)})
-    noted = []
+    rounding = Rounding()
     for _ in range(2):
-        with step_context(conditions=noted):
+        with step_context(rounding=rounding):
             layer(torch.randn(3, *shape))
+    noted = rounding.conditions
     matrix = torch.func.jacrev(lambda x: layer(x)[0])(torch.zeros(1, *shape)).reshape(math.prod(shape), -1)
     exact = torch.linalg.cond(matrix).item()
     assert [who for who, _ in noted] == [layer, layer]
@@ -367,11 +486,11 @@ def test_condition_numbers_are_estimated_within_a_factor_of_two(name):
 
 
 def test_an_image_of_another_size_has_another_condition():
-    layer, noted = shaken(AutoregressiveConv2d(1, 3), 2.0), []
+    layer, rounding = shaken(AutoregressiveConv2d(1, 3), 2.0), Rounding()
     for side in (2, 6):
-        with step_context(conditions=noted):
+        with step_context(rounding=rounding):
             layer(torch.randn(1, 1, side, side))
-    assert noted[1][1] > 2 * noted[0][1]
+    assert rounding.conditions[1][1] > 2 * rounding.conditions[0][1]
 
 
 # The copy in float64

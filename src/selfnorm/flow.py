@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from selfnorm.bijection import Bijection, Chain, InversePlan, InverseTracker, PlannedInverse, Surrogate
-from selfnorm.linalg.accurate import ChosenPrecision, forward_accurately, inverse_accurately
+from selfnorm.linalg.accurate import Compared, forward_accurately, inverse_accurately
 from selfnorm.linalg.iterations import MAX_REFINEMENTS
 from selfnorm.linalg.wide import in_float64
 from selfnorm.runtime.autograd import is_transformed, is_vectorised
@@ -44,7 +44,7 @@ class Flow(nn.Module):
     """
 
     _last_inverse: Inverse | None = None  # of the last call of `decode`
-    _precision: ChosenPrecision | None = None  # of the last call of `log_prob` or `encode` that had to choose one
+    _compared: Compared | None = None  # how far float32 suffices for these weights
 
     def __init__(self, bijection: Bijection, base: nn.Module | BaseDistribution | None = None) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Flow(nn.Module):
         elif inverse == "refined":
             x = self.bijection.refined_inverse(z, context=context)
         else:
-            x = inverse_accurately(self.bijection, z, context)
+            x = inverse_accurately("Flow.decode", self.bijection, z, context)
         expect_finite(f"Flow.decode(inverse={inverse!r})", "result", x, self._non_finite_parameters)
         return x
 
@@ -258,6 +258,12 @@ class Flow(nn.Module):
                 "got one; leave it out, or build a layer for it, such as AffineCoupling(…, context_channels=…)"
             )
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, local: dict[str, Any], *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local, *args)
+        given = next((value for value in state_dict.values() if value.is_floating_point()), None)
+        if local.get("assign_to_params_buffers") and given is not None and isinstance(self.base, StandardNormal):
+            self.base.leave_meta(given)  # the state dict holds nothing of it
+
     def _layers(self) -> dict[str, Bijection]:
         return {name: module for name, module in self.bijection.named_modules() if isinstance(module, Bijection)}
 
@@ -286,10 +292,16 @@ class Flow(nn.Module):
         self.expect_context(method, context)
         expect_float(f"Flow.{method}", x)
         expect_finite(f"Flow.{method}", "input", x)
-        last = self._precision
-        z, log_det, choice = forward_accurately(f"Flow.{method}", self.bijection, x, context, last)
-        if choice is not last:
-            self._precision = choice
+        last = self._compared
+
+        def log_base(z: Tensor) -> Tensor:
+            return self._base_log_prob(z, wide=z.dtype != x.dtype)
+
+        z, log_det, compared = forward_accurately(
+            f"Flow.{method}", self.bijection, x, context, last, None if isinstance(self.base, StandardNormal) else log_base
+        )
+        if compared is not last:
+            self._compared = compared
         expect_finite(f"Flow.{method}", "latent", z, self._non_finite_parameters)
         expect_finite(f"Flow.{method}", "log-determinant", log_det, self._non_finite_parameters)
         return z, log_det

@@ -14,6 +14,7 @@ from selfnorm.layers.events import sum_event
 from selfnorm.layers.fusable import FusableLayer
 from selfnorm.runtime.autograd import is_differentiated, is_vectorised
 from selfnorm.runtime.checks import describe, expect_batch
+from selfnorm.runtime.rounding import note_slopes
 
 
 class SmoothLeakyReLU(FusableLayer):
@@ -44,7 +45,9 @@ class SmoothLeakyReLU(FusableLayer):
 
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         expect_batch(self, x)
-        return self._value(x), sum_event(self._slope(x).log())
+        log_slope = self._slope(x).log()
+        note_slopes(log_slope)
+        return self._value(x), sum_event(log_slope)
 
     def _fused(self, x: Tensor, *, context: Tensor | None) -> Surrogate | None:
         expect_batch(self, x)

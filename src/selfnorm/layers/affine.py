@@ -9,6 +9,7 @@ from torch import Tensor
 
 from selfnorm.bijection import Bijection
 from selfnorm.runtime.checks import describe, event_shape, expect_batch, expect_shape
+from selfnorm.runtime.rounding import note_slopes
 
 
 class Affine(Bijection):
@@ -35,6 +36,7 @@ class Affine(Bijection):
 
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self._check(x)
+        note_slopes(self.scale.abs().log())
         return (x + self.shift) * self.scale, self._log_det(x)
 
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:

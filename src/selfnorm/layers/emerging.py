@@ -19,9 +19,10 @@ from selfnorm.layers.linear import odd_kernel
 from selfnorm.linalg.condition import KnownCondition, estimate_norm, norm_probes
 from selfnorm.linalg.convmatrix import Geometry, conv_matrix, convolve, dirac, flip, kernel_gradient
 from selfnorm.linalg.factors import SingularWeightError, to_float64
-from selfnorm.runtime.autograd import in_full_precision, is_transformed, is_vectorised
+from selfnorm.runtime.autograd import in_full_precision, is_vectorised
 from selfnorm.runtime.checks import describe, expect_like, expect_shape, positive_int
 from selfnorm.runtime.context import current_step
+from selfnorm.runtime.rounding import note_condition
 
 Mask = Literal["quadrant", "raster"]
 # Images are solved by rows if a row has at most this many values, C·W, and by fronts otherwise. Time by rows divided by time by
@@ -119,7 +120,11 @@ class AutoregressiveConv2d(FusableLayer):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self.tap_mask.copy_(self._make_mask())  # a layer built on the meta device has none yet
+        # A layer built on the meta device has no mask yet; with assign=True even its memory is missing.
+        if self.tap_mask.is_meta:
+            self.tap_mask = self._make_mask().to(self.weight.device)
+        else:
+            self.tap_mask.copy_(self._make_mask())
 
     def _check_input(self, x: Tensor) -> None:
         expect_shape(self, x, self.channels, "H", "W")
@@ -146,10 +151,10 @@ class AutoregressiveConv2d(FusableLayer):
                 f"{describe(self)}: expected an invertible weight, got a singular one ({zeros} of {diagonal.numel()} entries "
                 "on the diagonal of its centre are 0); it has no exact inverse and no finite log-determinant"
             )
-        if current_step().conditions is not None and not is_transformed():
+        if current_step().rounding is not None:
             shape = tuple(x.shape[1:])
             estimate = partial(self._estimate_condition, shape)
-            current_step().note_condition(self, self._condition.of(self._kernel(), shape, estimate))
+            note_condition(self, self._condition.of(self._kernel(), shape, estimate), x)
         return _triangular_log_det(to_float64(diagonal), x)
 
     def _estimate_condition(self, shape: tuple[int, ...], kernel: Tensor) -> Tensor:

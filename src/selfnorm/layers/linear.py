@@ -16,7 +16,7 @@ from selfnorm.linalg.convmatrix import Geometry, PaddingMode, convolve, dirac
 from selfnorm.linalg.factors import AmortisedLogDet, ExactFactors, FactoredSolve, Factorisation, log_abs_det, to_float64
 from selfnorm.runtime.autograd import in_full_precision, is_differentiated, is_vectorised
 from selfnorm.runtime.checks import describe, expect_like, expect_shape, pair, positive_int
-from selfnorm.runtime.context import current_step
+from selfnorm.runtime.rounding import note_condition
 
 
 class LinearMap(Bijection):
@@ -119,7 +119,7 @@ class LinearMap(Bijection):
             return log_det_of(self.weight).to(x).repeat(x.shape[0])
         if found is None:
             found = self._factors.factorise(describe(self), self.weight, form)
-        current_step().note_condition(self, found.condition)
+        note_condition(self, found.condition, x)
         return AmortisedLogDet.apply(self.weight, found.log_det, log_det_of).to(x).repeat(x.shape[0])
 
 

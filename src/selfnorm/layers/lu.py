@@ -12,9 +12,10 @@ from selfnorm.layers.linear import drop_stored_inverse
 from selfnorm.linalg.blocks import Dense
 from selfnorm.linalg.condition import KnownCondition, estimate_norm, norm_probes
 from selfnorm.linalg.factors import lu_factors, to_float64
-from selfnorm.runtime.autograd import in_full_precision, is_transformed
+from selfnorm.runtime.autograd import in_full_precision
 from selfnorm.runtime.checks import describe, expect_like, expect_shape, positive_int
 from selfnorm.runtime.context import current_step
+from selfnorm.runtime.rounding import note_condition
 
 
 class LULinear(Bijection):
@@ -61,7 +62,7 @@ class LULinear(Bijection):
     @in_full_precision
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self._check_input(x)
-        self._note_condition()
+        self._note_condition(x)
         half = torch.addmm(x * self._diagonal(self.factors), x, self.factors.triu(1).mT)  # Ux
         z = torch.addmm(half, half, self.factors.tril(-1).mT)[:, self.permutation]
         return z if self.bias is None else z + self.bias, self._log_det(x)
@@ -70,7 +71,7 @@ class LULinear(Bijection):
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Solves two triangular systems in float64."""
         self._check_input(z)
-        self._note_condition()
+        self._note_condition(z)
         packed = to_float64(self.factors)
         shifted = to_float64(z if self.bias is None else z - self.bias)
         back = shifted[:, self.permutation.argsort().to(shifted.device)].mT
@@ -79,9 +80,9 @@ class LULinear(Bijection):
         upper = packed.diagonal_scatter(self._diagonal(packed))
         return torch.linalg.solve_triangular(upper, half, upper=True).mT.to(z), -self._log_det(z)
 
-    def _note_condition(self) -> None:
-        if current_step().conditions is not None and not is_transformed():  # training must not wait for the device
-            current_step().note_condition(self, self._condition.of(self.factors, (), self._estimate_condition))
+    def _note_condition(self, x: Tensor) -> None:
+        if current_step().rounding is not None:  # training must not wait for the device
+            note_condition(self, self._condition.of(self.factors, (), self._estimate_condition), x)
 
     def _estimate_condition(self, factors: Tensor) -> Tensor:
         """Returns an estimate of the condition number of LU, which is W's: P is a permutation."""

@@ -1,4 +1,4 @@
-"""Evaluates flows in float64 where the condition numbers of their linear layers ask for it.
+"""Evaluates flows in float64 where float32 would round too much.
 
 A product z = Wx in float32 is off by about eps·‖W‖·‖x‖, which for typical data is eps·cond(W)·‖z‖. So is the likelihood, relative
 to the number of dimensions, however well its result could be rounded.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,61 +19,104 @@ from selfnorm.linalg.wide import in_float64, widened
 from selfnorm.runtime.autograd import is_transformed
 from selfnorm.runtime.checks import describe
 from selfnorm.runtime.context import step_context
+from selfnorm.runtime.rounding import Rounding
 
-# Up to this condition number the likelihoods of single matrices of 4 to 300 rows were off by at most 6e-5 nats a dimension in
-# float32, at data of unit variance; the error grows in proportion.
-FLOAT32_CONDITION = 1e3
-# For a chain, the product of the layers' condition numbers is a bound, but a pessimistic one. Above FLOAT32_CONDITION, this many
-# rows are evaluated in float64, and must agree to this many nats a dimension.
-COMPARED_ROWS, FLOAT32_ERROR = 8, 1e-4
+# Up to this growth the likelihoods of single matrices of 4 to 300 rows were off by at most 6e-5 nats a dimension in float32, at
+# data of unit variance; the error grows in proportion to it and to ‖z‖²/D.
+FLOAT32_GROWTH = 1e3
+# For a chain the growth is a pessimistic bound. Above FLOAT32_GROWTH, the rows that are largest at some layer are evaluated in
+# float64, this many at most, and must agree to so many nats a dimension. Rounding errors grow with the rows: if that many were
+# compared, the result holds for rows of up to LARGER times their size, at each layer, whose errors may be LARGER² times as large.
+COMPARED_ROWS, FLOAT32_ERROR, LARGER = 8, 3e-5, 2.0
 # The condition numbers up to which likelihoods are promised to be exact, by the dtype of the data. Above 1e8, rounding the data
 # to float32 changes them by nats; above 1e12, float64 does not resolve the products.
 LARGEST_CONDITION = {torch.float32: 1e8, torch.float64: 1e12}
 
 
-class ChosenPrecision(NamedTuple):
-    """Whether a flow is evaluated in float64, and the condition numbers of its layers for which that was decided."""
+class Compared(NamedTuple):
+    """What is known of a flow's rounding errors.
+
+    conditions:  the condition numbers of its linear layers, which stand for its weights.
+    float64:     whether it needs float64.
+    sizes:       the largest norms of rows, at each linear layer and at both ends, for which it does not; None if too few rows
+                 were compared to tell.
+    """
 
     conditions: tuple[float, ...]
     float64: bool
+    sizes: Tensor | None = None
+
+    def holds_for(self, sizes: Tensor) -> bool:
+        return self.float64 or (self.sizes is not None and bool((sizes <= LARGER * self.sizes).all()))
 
 
 def forward_accurately(
-    who: str, bijection: nn.Module, x: Tensor, context: Tensor | None, last: ChosenPrecision | None
-) -> tuple[Tensor, Tensor, ChosenPrecision | None]:
-    """Returns z and log|det ∂z/∂x| of a bijection, in float64 if float32 is not enough, and the choice to pass the next time.
+    who: str,
+    bijection: nn.Module,
+    x: Tensor,
+    context: Tensor | None,
+    last: Compared | None,
+    log_base: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Compared | None]:
+    """Returns z and log|det ∂z/∂x| of a bijection, in float64 if float32 is not enough, and what to pass the next time.
 
-    The choice is made once for each set of weights. If even float64 is too little, a warning that starts with `who` says so.
+    If even float64 is too little, a warning that starts with `who` says so, once for each set of weights.
+
+    log_base:  the log-density of z in its own precision; None stands for the standard normal's.
     """
-    noted: list[tuple[nn.Module, float]] = []
-    with step_context(conditions=noted):
+    if is_transformed() or not x.numel():
+        return *bijection(x, context=context), last
+    rounding = Rounding()
+    with step_context(rounding=rounding):
         z, log_det = bijection(x, context=context)
-    if _float32_suffices(noted) or is_transformed() or not x.numel():
+    square = float(torch.linalg.vector_norm(z.detach().flatten(1), dim=1).max()) ** 2 / z[0].numel()
+    bounded = rounding.growth() * max(1.0, square) <= FLOAT32_GROWTH
+    if (bounded and log_base is None) or not math.isfinite(square):
         return z, log_det, last
-    conditions = tuple(sorted(condition for _, condition in noted))
-    choice = last
-    if choice is None or choice.conditions != conditions:
-        choice = ChosenPrecision(conditions, conditions[-1] > FLOAT32_CONDITION or _differs(bijection, x, context, z, log_det))
-        _warn_above(who, noted, x.dtype)
-    if choice.float64 and x.dtype == torch.float32:
-        z, log_det = _forward_in_float64(bijection, x, context)
-    return z, log_det, choice
+    conditions = tuple(condition for _, condition in rounding.conditions)
+    known = last if last is not None and last.conditions == conditions else None
+    if known is None:
+        _warn_above(who, rounding.conditions, x.dtype)
+    if x.dtype != torch.float32:
+        return z, log_det, known or Compared(conditions, float64=False)
+    sizes = rounding.sizes(x, z)
+    largest = sizes.amax(1)
+    try:
+        if known is None or not known.holds_for(largest):
+            needed = max(conditions, default=0.0) > FLOAT32_GROWTH or _differs(
+                bijection, x, context, z, log_det, log_base or _log_normal, sizes
+            )
+            known = Compared(conditions, needed, None if needed or len(x) < COMPARED_ROWS else largest)
+        if known.float64:
+            wide = _forward_in_float64(bijection, x, context)
+            if log_base is not None:
+                log_base(wide[0][:1])
+            return *wide, known
+    except (RuntimeError, TypeError) as error:
+        if not bounded:
+            _warn_of_float32(who, error)
+        known = Compared(conditions, False, torch.full_like(largest, math.inf))
+    return z, log_det, known
 
 
-def inverse_accurately(bijection: Any, z: Tensor, context: Tensor | None) -> Tensor:
-    """Returns x by the exact inverse of a bijection, computed in float64 if the product of the condition numbers asks for it."""
-    noted: list[tuple[nn.Module, float]] = []
-    with step_context(conditions=noted):
+def inverse_accurately(who: str, bijection: Any, z: Tensor, context: Tensor | None) -> Tensor:
+    """Returns x by the exact inverse of a bijection, computed in float64 if the product of the condition numbers asks for it.
+
+    A warning that starts with `who` says so if that fails.
+    """
+    if z.dtype != torch.float32 or is_transformed() or not z.numel():
+        return cast(Tensor, bijection.inverse(z, context=context)[0])
+    rounding = Rounding()
+    with step_context(rounding=rounding):
         x: Tensor = bijection.inverse(z, context=context)[0]
-    if z.dtype != torch.float32 or _float32_suffices(noted) or is_transformed() or not z.numel():
+    if rounding.growth() <= FLOAT32_GROWTH:
         return x
-    with torch.autocast(z.device.type, enabled=False):
-        x = in_float64(bijection).inverse(to_float64(z), context=widened(context))[0]
-    return x.to(z)
-
-
-def _float32_suffices(noted: list[tuple[nn.Module, float]]) -> bool:
-    return math.prod(condition for _, condition in noted) <= FLOAT32_CONDITION
+    try:
+        with torch.autocast(z.device.type, enabled=False):
+            return cast(Tensor, in_float64(bijection).inverse(to_float64(z), context=widened(context))[0]).to(z)
+    except (RuntimeError, TypeError) as error:
+        _warn_of_float32(who, error)
+        return x
 
 
 def _forward_in_float64(bijection: nn.Module, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -82,21 +126,44 @@ def _forward_in_float64(bijection: nn.Module, x: Tensor, context: Tensor | None)
 
 
 @torch.no_grad()
-def _differs(bijection: nn.Module, x: Tensor, context: Tensor | None, z: Tensor, log_det: Tensor) -> bool:
-    """Returns whether log N(z; 0, I) + log_det is too far off in some of the first rows."""
-    if x.dtype != torch.float32:
-        return False
-    rows = slice(COMPARED_ROWS)
+def _differs(
+    bijection: nn.Module,
+    x: Tensor,
+    context: Tensor | None,
+    z: Tensor,
+    log_det: Tensor,
+    log_base: Callable[[Tensor], Tensor],
+    sizes: Tensor,
+) -> bool:
+    """Returns whether log_base(z) + log_det is too far off in some of the rows that are largest at some layer."""
+    relative = (sizes / sizes.mean(1, keepdim=True)).nan_to_num().amax(0)
+    rows = relative.topk(min(COMPARED_ROWS, len(x))).indices
     exact_z, exact_log_det = _forward_in_float64(bijection, x[rows], None if context is None else context[rows])
-    error = (z[rows].to(exact_z).square() - exact_z.square()).flatten(1).sum(1) / 2
-    error = error.abs() + (log_det[rows].to(exact_z) - exact_log_det).abs()
+    error = (log_base(z[rows]).to(exact_z) - log_base(exact_z)).abs()
+    error = error + (log_det[rows].to(exact_z) - exact_log_det).abs()
     return not bool((error <= FLOAT32_ERROR * z[0].numel()).all())
 
 
+def _log_normal(z: Tensor) -> Tensor:
+    """Returns log N(z; 0, I) without its constant, in float64."""
+    return -to_float64(z).square().flatten(1).sum(1) / 2
+
+
+def _warn_of_float32(who: str, error: Exception) -> None:
+    """Warns that some layer or base, of the user's own, keeps tensors where a copy in float64 does not find them."""
+    warnings.warn(
+        f"{who}: expected a flow that can be evaluated in float64, as the condition numbers of its layers ask for, got an error "
+        f"({(str(error).split() and str(error).strip().splitlines()[-1]) or type(error).__name__}); the result is computed in float32, and may be off by more than 1e-3 nats a dimension. Keep all tensors of a "
+        "layer in its parameters and buffers, and its parts in submodules",
+        RuntimeWarning,
+        stacklevel=5,
+    )
+
+
 def _warn_above(who: str, noted: list[tuple[nn.Module, float]], dtype: torch.dtype) -> None:
-    layer, worst = max(noted, key=lambda each: each[1])
+    layer, worst = max(noted, key=lambda each: each[1], default=(None, 0.0))
     largest = LARGEST_CONDITION.get(dtype, math.inf)
-    if worst > largest:
+    if layer is not None and worst > largest:
         warnings.warn(
             f"{who}: {describe(layer)}: expected a weight with a condition number of at most {largest:.0e} for data in {dtype}, "
             f"got about {worst:.0e}; rounding alone may change log-likelihoods by more than 1e-3 nats a dimension. Use float64, "

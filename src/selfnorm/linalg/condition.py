@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -27,8 +28,14 @@ def estimate_condition(blocks: Tensor, lu: Tensor, pivots: Tensor) -> Tensor:
 
 def norm_probes(rows: int, like: Tensor) -> Tensor:
     """Returns the columns (rows, n) from which `estimate_norm` starts, always the same, with the dtype and device of like."""
+    return _probes(rows).to(like)
+
+
+@lru_cache(maxsize=16)
+def _probes(rows: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)  # its own, so that no other draw changes
-    return torch.randn(rows, PROBES, generator=generator, dtype=torch.float64, device="cpu").to(like)
+    with torch.inference_mode(False):
+        return torch.randn(rows, PROBES, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def estimate_norm(multiply: Callable[[Tensor], Tensor], multiply_adjoint: Callable[[Tensor], Tensor], probes: Tensor) -> Tensor:

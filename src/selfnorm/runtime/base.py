@@ -28,6 +28,11 @@ class StandardNormal(ShapeMemory):
         # Carries device and dtype along with .to().
         self.register_buffer("_like", torch.zeros(()), persistent=False)
 
+    def leave_meta(self, like: Tensor) -> None:
+        """Moves this module, if it was built on the meta device, to where a tensor is."""
+        if self._like.is_meta:
+            self._like = torch.zeros((), dtype=like.dtype, device=like.device)
+
     def extra_repr(self) -> str:
         return "" if self._fixed is None else f"{self._fixed}"
 

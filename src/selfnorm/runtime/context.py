@@ -17,7 +17,6 @@ has its own context, since layers run on the thread that calls them; backward pa
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from selfnorm.runtime.collector import GradientCollector
+    from selfnorm.runtime.rounding import Rounding
     from selfnorm.runtime.streams import Branches
 
 Precision = Literal["float32", "tf32", "bf16"]
@@ -46,7 +46,7 @@ class StepContext:
     kernel_devices:  the device types on which Triton kernels replace plain PyTorch.
     trusts_plans:    whether `auto_inverse` follows the layers' last plans without a check that they are still right, for which
                      it would have to wait for the device; used to capture samples.
-    conditions:      where exact methods of linear layers note the layer and its estimated condition number; None means nowhere.
+    rounding:        where layers note what makes rounding errors grow, during an exact evaluation; None means nowhere.
     """
 
     branches: Branches | None = None
@@ -56,7 +56,7 @@ class StepContext:
     observer: Callable[..., Any] | None = None
     kernel_devices: tuple[str, ...] = ("cuda",)
     trusts_plans: bool = False
-    conditions: list[tuple[nn.Module, float]] | None = None
+    rounding: Rounding | None = None
 
     def on_side_stream(self, *reads: Tensor, recorded: bool = False) -> AbstractContextManager[Any]:
         """Context manager that runs its block on a side stream, if the step has any. Call `join` before you use the results.
@@ -75,11 +75,6 @@ class StepContext:
         """Returns the collector for a layer's gradients for these weights; None if the layer returns them to autograd."""
         trained = all(isinstance(weight, nn.Parameter) and weight.requires_grad for weight in weights)
         return self.collector if trained else None
-
-    def note_condition(self, layer: nn.Module, condition: float) -> None:
-        """Notes the condition number of a layer's linear map; NaN, from an overflow, counts as infinite."""
-        if self.conditions is not None:
-            self.conditions.append((layer, math.inf if math.isnan(condition) else condition))
 
     def surrogate_of(self, layer: Any, x: Tensor, context: Tensor | None) -> Any:
         """Returns `layer.surrogate(x, context=context)`, through the observer if there is one."""
