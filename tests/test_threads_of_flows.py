@@ -12,7 +12,8 @@ from selfnorm.evaluate.likelihood import evaluating, log_likelihoods
 from selfnorm.layers.emerging import AutoregressiveConv2d
 from selfnorm.linalg.blocks import Dense
 from selfnorm.linalg.factors import ExactFactors
-from selfnorm.runtime.precision import full_float32, precision, products_in_tf32
+from selfnorm.runtime.context import current_step
+from selfnorm.runtime.precision import convolutions_in_tf32, full_float32, networks_in_bf16, precision, products_in_tf32
 from selfnorm.runtime.threads import cpu_threads
 
 THREADS = 8
@@ -147,6 +148,28 @@ def test_full_precision_holds_until_the_last_thread_is_done():
         assert overlapping(full_float32, products_in_tf32) is False
         assert products_in_tf32()
     assert not products_in_tf32()
+
+
+def test_blocks_of_threads_that_end_in_any_order_leave_what_was_before():
+    """The first thread ends while the second, which entered later, goes on."""
+    first_inside, second_inside, first_left = (threading.Event() for _ in range(3))
+    before = current_step(), products_in_tf32(), convolutions_in_tf32()
+
+    def first():
+        with precision("bf16"):
+            first_inside.set()
+            second_inside.wait(10)
+        first_left.set()
+
+    def second():
+        first_inside.wait(10)
+        with precision("tf32"):
+            second_inside.set()
+            first_left.wait(10)
+            return networks_in_bf16(), products_in_tf32()
+
+    assert at_once(first, second)[1] == (False, True)
+    assert (current_step(), products_in_tf32(), convolutions_in_tf32()) == before
 
 
 def test_the_number_of_cpu_threads_is_each_threads_own():

@@ -151,9 +151,10 @@ def _log_normal(z: Tensor) -> Tensor:
 
 def _warn_of_float32(who: str, error: Exception) -> None:
     """Warns that some layer or base, of the user's own, keeps tensors where a copy in float64 does not find them."""
+    why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
     warnings.warn(
         f"{who}: expected a flow that can be evaluated in float64, as the condition numbers of its layers ask for, got an error "
-        f"({(str(error).split() and str(error).strip().splitlines()[-1]) or type(error).__name__}); the result is computed in float32, and may be off by more than 1e-3 nats a dimension. Keep all tensors of a "
+        f"({why}); the result is computed in float32, and may be off by more than 1e-3 nats a dimension. Keep all tensors of a "
         "layer in its parameters and buffers, and its parts in submodules",
         RuntimeWarning,
         stacklevel=5,

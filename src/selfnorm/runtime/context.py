@@ -84,10 +84,12 @@ class StepContext:
 
 
 # Layers run on the thread that calls them, so each thread has its own context. Precision and kernel devices also hold for the
-# process: backward passes read them on autograd's threads.
+# process: backward passes read them on autograd's threads. Blocks of several threads may end in any order.
 _process = StepContext()
 _thread = threading.local()
 _PROCESS_FIELDS = {"precision", "kernel_devices"}
+_lock = threading.Lock()
+_entered: list[dict[str, Any]] = []
 
 
 def current_step() -> StepContext:
@@ -98,15 +100,30 @@ def current_step() -> StepContext:
 @contextmanager
 def step_context(**changes: Any) -> Iterator[StepContext]:
     """Context manager in whose block the current step has these fields changed."""
-    global _process
-    outside, process_before = getattr(_thread, "context", None), _process
-    shared = changes.keys() & _PROCESS_FIELDS
+    outside = getattr(_thread, "context", None)
     _thread.context = replace(current_step(), **changes)
-    if shared:
-        _process = replace(_process, **{name: changes[name] for name in shared})
+    shared = {name: value for name, value in changes.items() if name in _PROCESS_FIELDS}
     try:
-        yield _thread.context
+        with _in_process(shared) if shared else nullcontext():
+            yield _thread.context
     finally:
         _thread.context = outside
-        if shared:  # only these fields: another thread may have changed the others meanwhile
-            _process = replace(_process, **{name: getattr(process_before, name) for name in shared})
+
+
+@contextmanager
+def _in_process(fields: dict[str, Any]) -> Iterator[None]:
+    with _lock:
+        _entered.append(fields)
+        _combine()
+    try:
+        yield
+    finally:
+        with _lock:
+            _entered[:] = [other for other in _entered if other is not fields]
+            _combine()
+
+
+def _combine() -> None:
+    """Sets the context of the process to what the blocks ask for that have not ended; of several, the last one entered."""
+    global _process
+    _process = StepContext(**{name: value for fields in _entered for name, value in fields.items()})

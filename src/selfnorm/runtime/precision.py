@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, get_args
 
 import torch
@@ -37,7 +37,7 @@ def precision(value: Precision) -> Iterator[None]:
               float32, on every device. Parameters, scales, shifts and log-determinants stay float32.
 
     Layers read the setting when they are called, and again in the backward pass: keep both within the block. A captured graph
-    keeps the setting it was captured with.
+    keeps the setting it was captured with. Torch's switches belong to the process: within the block it holds for all threads.
 
     >>> with precision("bf16"):
     ...     networks_in_bf16()
@@ -45,7 +45,7 @@ def precision(value: Precision) -> Iterator[None]:
     """
     if value not in PRECISIONS:
         raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}, got {value!r}")
-    with step_context(precision=value), _rounding(value != "float32"):
+    with step_context(precision=value), _rounding.to_tf32(value != "float32"):
         yield
 
 
@@ -64,50 +64,65 @@ def convolutions_in_tf32() -> bool:
     return bool(_of_convolutions().fp32_precision == "tf32")
 
 
-class _FullFloat32:
-    """Turns rounding off from the first thread's entry to the last one's exit: torch's switches belong to the process."""
+class _Rounding:
+    """Torch's switches, which belong to the process, between the first block that asks for something and the end of the last.
+
+    Among blocks that overlap, full float32 comes first, and otherwise the one that was entered last. Torch has an old and a new
+    setting. Writing the old one also sets the new one; after the new one is written, torch refuses to read the old one.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._users = 0
-        self._switched = ExitStack()
+        self._wanted: list[tuple[bool]] = []
+        self._full = 0
+        self._now: bool | None = None
+        self._before = ("none", "none")
+
+    @contextmanager
+    def to_tf32(self, wanted: bool) -> Iterator[None]:
+        """Context manager that allows or forbids TF32 for products and convolutions."""
+        entry = (wanted,)
+        with self._lock:
+            self._wanted.append(entry)
+            self._switch()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wanted.remove(entry)  # equal ones want the same
+                self._switch()
 
     def __enter__(self) -> None:
         with self._lock:
-            if not self._users:
-                self._switched.enter_context(_rounding(False))
-            self._users += 1
+            self._full += 1
+            self._switch()
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
-            self._users -= 1
-            if not self._users:
-                self._switched.close()
+            self._full -= 1
+            self._switch()
+
+    def _switch(self) -> None:
+        wanted = False if self._full else self._wanted[-1][0] if self._wanted else None
+        if wanted == self._now:
+            return
+        matmul, cudnn, conv = torch.backends.cuda.matmul, torch.backends.cudnn, _of_convolutions()
+        if self._now is None:
+            self._before = matmul.fp32_precision, conv.fp32_precision
+        if wanted is None:
+            matmul.allow_tf32, cudnn.allow_tf32 = (value == "tf32" for value in self._before)
+            matmul.fp32_precision, conv.fp32_precision = self._before
+        else:
+            matmul.allow_tf32 = cudnn.allow_tf32 = wanted
+        self._now = wanted
 
 
-_full_float32 = _FullFloat32()
+_rounding = _Rounding()
 
 
 def full_float32() -> AbstractContextManager[None]:
     """Context manager that turns off rounding of products: for small differences of large numbers, such as I − RW."""
-    return _full_float32
-
-
-@contextmanager
-def _rounding(to_tf32: bool) -> Iterator[None]:
-    """Context manager that allows or forbids TF32 for products and convolutions.
-
-    Torch has an old and a new setting. Writing the old one also sets the new one; after the new one is written, torch refuses to
-    read the old one.
-    """
-    matmul, cudnn, conv = torch.backends.cuda.matmul, torch.backends.cudnn, _of_convolutions()
-    before = matmul.fp32_precision, conv.fp32_precision
-    matmul.allow_tf32 = cudnn.allow_tf32 = to_tf32
-    try:
-        yield
-    finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = (value == "tf32" for value in before)
-        matmul.fp32_precision, conv.fp32_precision = before
+    return _rounding
 
 
 def _of_convolutions() -> Any:
