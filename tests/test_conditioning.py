@@ -82,10 +82,12 @@ def typical(flow, rows, n=100):
 @pytest.mark.parametrize("kind", [SelfNormLinear, ExactLinear, TrackedLinear])
 @pytest.mark.parametrize("rows", [4, 40])
 @pytest.mark.parametrize("condition", [1e2, 1e4, 1e5, 1e6, 1e7, 0.9e8])
-def test_the_likelihood_of_one_layer_is_exact_in_float32(kind, rows, condition):
+def test_the_likelihood_of_one_layer_is_exact_in_float32(kind, rows, condition, device):
     flow = with_weights(kind(rows), conditioned(rows, condition))
-    assert_exact(flow, torch.randn(200, rows, dtype=FLOAT32))
-    assert_exact(flow, typical(flow, rows))
+    x = torch.randn(200, rows, dtype=FLOAT32), typical(flow, rows)
+    flow = flow.to(device)
+    assert_exact(flow, x[0].to(device))
+    assert_exact(flow, x[1].to(device))
 
 
 def test_float64_is_exact_enough_to_compare_with():
@@ -131,13 +133,15 @@ def aligned(condition, layers):
 
 
 @pytest.mark.parametrize(("condition", "layers"), [(300, 3), (900, 2), (30, 2), (900, 1)])
-def test_what_was_scored_before_does_not_matter(condition, layers):
+def test_what_was_scored_before_does_not_matter(condition, layers, device):
     """Rows of zeros show no rounding error, whether they came in an earlier batch or come first in this one."""
     flow = aligned(condition, layers)
-    zeros, x = torch.zeros(9, 4, dtype=FLOAT32), typical(flow, 4)
+    fresh = copy.deepcopy(flow).to(device)
+    zeros, x = torch.zeros(9, 4, dtype=FLOAT32, device=device), typical(flow, 4).to(device)
+    flow = flow.to(device)
     flow.log_prob(zeros)
     assert_exact(flow, x)
-    assert_exact(aligned(condition, layers), torch.cat([zeros, x]))
+    assert_exact(fresh, torch.cat([zeros, x]))
 
 
 @pytest.mark.parametrize("scale", [5, 20, 1000])
@@ -197,7 +201,7 @@ def test_a_preprocessing_of_any_scale_counts_for_nothing(evaluations):
 
 
 @pytest.mark.parametrize("weights", ["narrow", "wide"])
-def test_a_multiscale_flow_with_one_bad_layer_is_exact_in_float32(weights):
+def test_a_multiscale_flow_with_one_bad_layer_is_exact_in_float32(weights, device):
     flow = glow((1, 8, 8), steps=2, hidden=8)
     with torch.no_grad():
         for parameter in flow.parameters():
@@ -205,7 +209,7 @@ def test_a_multiscale_flow_with_one_bad_layer_is_exact_in_float32(weights):
         mixing = [layer for layer in flow.modules() if isinstance(layer, SelfNormConv2d)]
         if weights == "wide":
             mixing[-1].weight.copy_(conditioned(8, 1e6)[:, :, None, None])
-    assert_exact(flow.float().eval(), torch.randn(20, 1, 8, 8, dtype=FLOAT32))
+    assert_exact(flow.float().eval().to(device), torch.randn(20, 1, 8, 8, dtype=FLOAT32).to(device))
 
 
 def test_a_product_of_triangles_is_exact_in_float32():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +12,7 @@ from selfnorm.layers.events import sum_event
 from selfnorm.layers.fusable import FusableLayer
 from selfnorm.runtime.checks import describe, expect_like, expect_shape, positive_int
 from selfnorm.runtime.precision import networks_in_bf16
-from selfnorm.runtime.rounding import note_growth
+from selfnorm.runtime.rounding import note_unbounded
 
 
 class ConditionalAffine(FusableLayer):
@@ -43,7 +41,7 @@ class ConditionalAffine(FusableLayer):
 
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         log_scale, shift = self._scale_and_shift(x, context)
-        note_growth(math.inf)  # errors of the context pass through the network
+        note_unbounded()  # errors of the context pass through the network
         return x * log_scale.exp() + shift, sum_event(log_scale)
 
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:

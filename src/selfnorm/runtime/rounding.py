@@ -14,26 +14,38 @@ class Rounding:
     """Collects what bounds the rounding error of a flow's likelihood.
 
     conditions:  linear layers, in order, with estimates of their condition numbers.
-    others:      the product of what other layers note: elementwise layers behind a linear one magnify errors of small components,
-                 just as an ill-conditioned matrix does.
     """
 
     def __init__(self) -> None:
         self.conditions: list[tuple[nn.Module, float]] = []
-        self.others = 1.0
         self._sizes: list[Tensor] = []
+        self._logs: list[Tensor] = []  # of factors by which other things magnify errors; read together, at the end
+        self._is_bounded = True
 
     def note(self, layer: nn.Module, condition: float, x: Tensor) -> None:
         """Notes the condition number of a linear layer and its input; NaN, from an overflow, counts as infinite."""
         self.conditions.append((layer, math.inf if math.isnan(condition) else condition))
         self._sizes.append(_norms(x))
         bias = getattr(layer, "bias", None)
-        if isinstance(bias, Tensor):  # what a large bias cancels has left its rounding error
-            self.others *= max(1.0, float(bias.detach().abs().max()))
+        if isinstance(bias, Tensor) and self._is_bounded:  # what a large bias cancels has left its rounding error
+            self._logs.append(bias.detach().abs().max().clamp_min(1.0).log())
+
+    def note_slopes(self, log_slopes: Tensor) -> None:
+        """Notes the slopes of an elementwise layer: it magnifies errors as an ill-conditioned matrix does."""
+        if self.conditions and self._is_bounded and log_slopes.numel():  # before the first product nothing is rounded
+            least, largest = torch.aminmax(log_slopes.detach())
+            self._logs.append(largest - least)
+
+    def note_unbounded(self) -> None:
+        """Notes a layer that does not know by how much it magnifies errors."""
+        self._is_bounded = False
 
     def growth(self) -> float:
         """Returns a bound, up to a moderate factor, for how much relative rounding errors grow; for a chain a pessimistic one."""
-        return math.prod(condition for _, condition in self.conditions) * self.others
+        if not self._is_bounded:
+            return math.inf
+        others = float(torch.stack(self._logs).sum()) if self._logs else 0.0
+        return math.prod(condition for _, condition in self.conditions) * math.exp(min(others, 700.0))
 
     def sizes(self, *others: Tensor) -> Tensor:
         """Returns the norms of the inputs of the linear layers and of other batches, for each row: (layers + others, N)."""
@@ -47,17 +59,15 @@ def note_condition(layer: nn.Module, condition: float, x: Tensor) -> None:
 
 
 def note_slopes(log_slopes: Tensor) -> None:
-    """Notes the logarithms of the slopes of an elementwise layer: errors grow by the largest slope relative to the smallest."""
-    rounding = current_step().rounding
-    if rounding is not None and rounding.conditions and log_slopes.numel():  # before the first product nothing is rounded
-        least, largest = torch.stack(torch.aminmax(log_slopes.detach())).tolist()
-        note_growth(math.exp(min(largest - least, 700.0)))
-
-
-def note_growth(factor: float) -> None:
-    """Notes by how much another layer lets relative errors grow: infinity, if it does not know."""
+    """Notes the logarithms of the slopes of an elementwise layer, if an exact evaluation asks for them."""
     if (rounding := current_step().rounding) is not None:
-        rounding.others *= factor
+        rounding.note_slopes(log_slopes)
+
+
+def note_unbounded() -> None:
+    """Notes, if an exact evaluation asks, that a layer does not know by how much it magnifies rounding errors."""
+    if (rounding := current_step().rounding) is not None:
+        rounding.note_unbounded()
 
 
 def _norms(x: Tensor) -> Tensor:
