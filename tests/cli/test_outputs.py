@@ -85,6 +85,9 @@ def test_the_files_of_a_run_are_never_replaced(a_run, digits_run, tmp_path):
     ):
         assert "stays as it is" in fails(*args, "--force")
     assert digest(tmp_path) == before
+    for args in (("--json", other / "result.json"), ("--figure", other / "curves.png"), ("--json", other / "samples.json")):
+        assert "stays as it is" in fails("bench", "scaling", *args, "--force")
+    assert digest(tmp_path) == before
     (other / "curves.png").unlink()  # its name is still the run's
     assert "stays as it is" in fails("sample", digits_run[0], "-o", other / "curves.png")
     assert {path.name for path in RunFolder(other).own_files()} >= {path.name for path in other.iterdir()}
