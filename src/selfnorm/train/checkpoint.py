@@ -103,7 +103,7 @@ class Checkpoint:
         for name in state.keys() & own.keys():  # a layer may accept other names, from earlier versions, but never other types
             if state[name].dtype != own[name].dtype:
                 raise ValueError(f"{prefix}{name}: expected {own[name].dtype}, got {state[name].dtype}")
-            if own[name].dim() == 0 != state[name].dim():  # torch would take the first entry
+            if own[name].dim() == 0 and state[name].dim() != 0:  # torch would take the first entry
                 raise ValueError(f"{prefix}{name}: expected one number, got shape {tuple(state[name].shape)}")
         module.load_state_dict(state)
 
