@@ -93,7 +93,7 @@ def test_the_files_of_a_run_are_never_replaced(a_run, digits_run, tmp_path):
     assert {path.name for path in RunFolder(other).own_files()} >= {path.name for path in other.iterdir()}
 
 
-def test_images_of_the_training_data_are_never_replaced(tmp_path):
+def test_images_of_the_training_data_are_never_replaced(tmp_path, monkeypatch):
     from PIL import Image
 
     for index, image in enumerate(np.random.default_rng(0).integers(0, 256, (12, 4, 4), np.uint8)):
@@ -105,6 +105,9 @@ def test_images_of_the_training_data_are_never_replaced(tmp_path):
         assert "stays as it is" in fails("sample", tmp_path / "run", "-o", tmp_path / "images" / name, "--force")
     assert digest(tmp_path / "images") == before
     ok("score", tmp_path / "run", tmp_path / "images", "-o", tmp_path / "images" / "scores.csv")
+    monkeypatch.chdir(tmp_path / "images")
+    ok("fit", ".", "--set", "epochs=1", "--run", tmp_path / "here", "-q")
+    assert RunFolder(tmp_path / "here").read_recipe().name == "fit-images"
 
 
 def test_scores_are_written_as_the_name_says(table_run, tmp_path):

@@ -143,7 +143,8 @@ def fit(
     """
     if not file.exists():
         raise ValueError(f"{file}: expected a file or a folder of images, got a path that does not exist")
-    path, name = str(file.resolve()), f"fit-{file.resolve().name.removesuffix('.gz').rpartition('.')[0] or file.name}"
+    whole = file.resolve()  # "." has no name
+    path, name = str(whole), f"fit-{whole.name.removesuffix('.gz').rpartition('.')[0] or whole.name}"
     options = {"header": header, "drop": tuple(drop or ()) or None, "keep": tuple(keep or ()) or None}
     dataset = dataset_of(_with_options(override(Recipe(name), settings or []), **options).changed(source=path))
     chosen = recipe_for(path, dataset.shape, len(dataset.train)).changed(name=name)
