@@ -110,6 +110,14 @@ def test_images_of_the_training_data_are_never_replaced(tmp_path, monkeypatch):
     assert RunFolder(tmp_path / "here").read_recipe().name == "fit-images"
 
 
+def test_doctor_does_not_replace_a_file_that_was_written_meanwhile(a_run, monkeypatch):
+    path = a_run[0] / "repaired.safetensors"
+    monkeypatch.setattr("selfnorm.cli.use.repair", lambda flow, x: path.write_text("mine") and ["layer 0"])
+    result = invoke("doctor", a_run[0], "--repair")
+    assert result.exit_code == 1 and "got one that was written meanwhile" in result.stderr
+    assert path.read_text() == "mine"
+
+
 def test_scores_are_written_as_the_name_says(table_run, tmp_path):
     run, data = table_run
     rows = read_csv(ok("score", run, data))
