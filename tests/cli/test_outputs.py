@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -166,6 +168,24 @@ def test_standard_output_is_not_a_file_that_exists(table_run, tmp_path, capfd):
     capfd.readouterr()
     assert invoke("score", run, data, "-o", "/dev/stdout").exit_code == 0  # here redirected to a regular file
     assert capfd.readouterr().out == expected
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdin"])
+def test_standard_input_is_scored_but_not_fitted(table_run, name):
+    run, data = table_run
+    with subprocess.Popen(["cat", data], stdout=subprocess.PIPE) as cat:
+        args = [sys.executable, "-m", "selfnorm", "score", run, name]
+        done = subprocess.run(args, stdin=cat.stdout, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout == ok("score", run, data)
+    before = os.dup(0)
+    read, write = os.pipe()
+    try:
+        os.dup2(read, 0)
+        assert "standard input; save the data in a file first" in fails("fit", name)
+    finally:
+        os.dup2(before, 0)
+        for each in (before, read, write):
+            os.close(each)
 
 
 @pytest.mark.parametrize("ending", ["csv", "npy"])
