@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import selfnorm
+from selfnorm.train import digest as digests
 from selfnorm.train.checkpoint import Checkpoint, UnverifiedCheckpointWarning, read_checkpoint, save_checkpoint
 from selfnorm.train.counters import RunProgress
 from selfnorm.train.run import resume_run, start_run
@@ -130,6 +131,16 @@ def test_the_digest_is_that_of_its_definition(small, tmp_path):
     tensors, metadata = stored(small[0])
     write_checkpoint(tmp_path / "other.safetensors", tensors, metadata["facts"])
     assert stored(tmp_path / "other.safetensors")[1] == metadata
+
+
+def test_the_digest_does_not_depend_on_threads(monkeypatch):
+    tensors = {f"{index}": torch.rand(2**index) for index in range(20)}
+    expected = digests.digest(tensors, "facts")
+    monkeypatch.setattr(digests, "LARGE", 1 << 40)
+    assert digests.digest(dict(reversed(tensors.items())), "facts") == expected
+    monkeypatch.undo()
+    tensors["18"][-1] += 1
+    assert digests.digest(tensors, "facts") != expected
 
 
 def test_a_checkpoint_without_a_digest_is_read_with_a_note(small):
