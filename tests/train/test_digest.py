@@ -85,15 +85,17 @@ def test_every_flipped_bit_of_the_tensors_is_found(small):
             assert not gives_the_right_result(path), (at, bit)
 
 
-def test_a_flipped_bit_anywhere_in_the_header_is_found_or_changes_nothing(small):
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_flipped_bit_anywhere_in_the_header_is_found_or_changes_nothing(small, every):
     path, whole, start = small
     chance = random.Random(0)
-    refused = 0
-    for at in range(start):
+    tried = refused = 0
+    for at in (*range(8), *range(8, start, every)):
         for bit in range(8) if at < 8 else chance.sample(range(8), 2):
             path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
             refused += not gives_the_right_result(path)
-    assert refused > 1.9 * start
+            tried += 1
+    assert refused > 0.95 * tried > 0.35 * start / every
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,26 @@ from selfnorm.train.folder import RunFolder
 from selfnorm.train.run import resume_run, start_run
 from selfnorm.train.settings import to_toml
 from support.commandline import digest, fails, invoke, numbers, ok, write_csv
-from support.small_runs import SMALL, assert_same_runs, digits
+from support.small_runs import SMALL, assert_same_runs, digits, without_worker
 
 fcntl = pytest.importorskip("fcntl")  # where there is none, folders are not locked
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 FORK = multiprocessing.get_context("fork")
 RECIPE = digits(*SMALL, "layers=1", "epochs=1", "validate_every=1", "threads=1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported(tmp_path_factory):
+    """Imports here what a run imports when it begins, so that no fork has to."""
+    start_run(RECIPE, tmp_path_factory.mktemp("first") / "run")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Leaves out the figures at the end of a run, which take most of the time of a small one, and new processes for workers."""
+    for name in ("run_curves", "sample_scatter", "sample_sheet", "comparison_curves"):
+        monkeypatch.setattr(f"selfnorm.report.figures.{name}", lambda *args, **options: None)
+    monkeypatch.setattr("selfnorm.compare.execute.run_in_worker", without_worker)
 
 
 @contextmanager
@@ -76,13 +90,6 @@ def test_a_start_changes_nothing_while_another_holds_the_folder(tmp_path):
 # Kills
 
 
-@pytest.fixture
-def no_figures(monkeypatch):
-    """Leaves out the figures at the end of a run, which take most of the time of a small one."""
-    for name in ("run_curves", "sample_scatter", "sample_sheet"):
-        monkeypatch.setattr(f"selfnorm.report.figures.{name}", lambda *args, **options: None)
-
-
 @pytest.fixture(params=["noted", pytest.param("digits", marks=pytest.mark.slow)])
 def recipe(request, tmp_path):
     """A recipe for a table of 40 rows, about which the log has notes, and for the digits, about which it has none."""
@@ -114,7 +121,7 @@ def killed_at(event, path, recipe):
     return process.exitcode == -signal.SIGKILL
 
 
-def test_after_a_kill_at_any_instant_before_the_first_steps_the_same_start_works(tmp_path, recipe, no_figures):
+def test_after_a_kill_at_any_instant_before_the_first_steps_the_same_start_works(tmp_path, recipe):
     start_run(recipe, tmp_path / "whole")
     notes = [record for record in RunFolder(tmp_path / "whole").read_log() if record["kind"] == "note"]
     assert bool(notes) is (recipe is not RECIPE)
