@@ -110,7 +110,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_at_once(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     assert "--json: expected a folder to write to" in fails("bench", "scaling", "--json", tmp_path / "file" / "x.json")
     (tmp_path / "x.png").mkdir()
-    assert "--figure: expected a file to write" in fails("bench", "scaling", "--json", tmp_path / "x.json")
+    assert f"--figure: {tmp_path / 'x.png'}: expected a file to write" in fails("bench", "scaling", "--json", tmp_path / "x.json")
 
 
 @pytest.mark.parametrize("name", ["x.json", "x.png"])

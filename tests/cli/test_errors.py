@@ -282,3 +282,12 @@ def test_a_reader_that_leaves_is_no_error(table_run, tmp_path):
 def test_a_verb_without_debug_is_refused_when_it_is_registered():
     with pytest.raises(TypeError, match="command nonsense: expected a parameter `debug: Debug = False`"):
         command("nonsense")(lambda: None)
+
+
+@pytest.mark.parametrize("code", [0, 4, "a reason"])
+def test_an_exit_that_the_reader_of_the_output_did_not_cause_keeps_its_status(monkeypatch, code):
+    def leave(*args):
+        raise SystemExit(code)
+
+    monkeypatch.setattr("selfnorm.cli.use.find_recipe", leave)
+    assert invoke("recipes", "digits-fc-snf").exit_code == (1 if isinstance(code, str) else code)

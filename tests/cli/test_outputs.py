@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -85,12 +87,15 @@ def test_the_files_of_a_run_are_never_replaced(a_run, digits_run, tmp_path):
     ):
         assert "stays as it is" in fails(*args, "--force")
     assert digest(tmp_path) == before
+    for args in (("--json", other / "result.json"), ("--figure", other / "curves.png"), ("--json", other / "samples.json")):
+        assert "stays as it is" in fails("bench", "scaling", *args, "--force")
+    assert digest(tmp_path) == before
     (other / "curves.png").unlink()  # its name is still the run's
     assert "stays as it is" in fails("sample", digits_run[0], "-o", other / "curves.png")
     assert {path.name for path in RunFolder(other).own_files()} >= {path.name for path in other.iterdir()}
 
 
-def test_images_of_the_training_data_are_never_replaced(tmp_path):
+def test_images_of_the_training_data_are_never_replaced(tmp_path, monkeypatch):
     from PIL import Image
 
     for index, image in enumerate(np.random.default_rng(0).integers(0, 256, (12, 4, 4), np.uint8)):
@@ -102,6 +107,17 @@ def test_images_of_the_training_data_are_never_replaced(tmp_path):
         assert "stays as it is" in fails("sample", tmp_path / "run", "-o", tmp_path / "images" / name, "--force")
     assert digest(tmp_path / "images") == before
     ok("score", tmp_path / "run", tmp_path / "images", "-o", tmp_path / "images" / "scores.csv")
+    monkeypatch.chdir(tmp_path / "images")
+    ok("fit", ".", "--set", "epochs=1", "--run", tmp_path / "here", "-q")
+    assert RunFolder(tmp_path / "here").read_recipe().name == "fit-images"
+
+
+def test_doctor_does_not_replace_a_file_that_was_written_meanwhile(a_run, monkeypatch):
+    path = a_run[0] / "repaired.safetensors"
+    monkeypatch.setattr("selfnorm.cli.use.repair", lambda flow, x: path.write_text("mine") and ["layer 0"])
+    result = invoke("doctor", a_run[0], "--repair")
+    assert result.exit_code == 1 and "got one that was written meanwhile" in result.stderr
+    assert path.read_text() == "mine"
 
 
 def test_scores_are_written_as_the_name_says(table_run, tmp_path):
@@ -152,6 +168,24 @@ def test_standard_output_is_not_a_file_that_exists(table_run, tmp_path, capfd):
     capfd.readouterr()
     assert invoke("score", run, data, "-o", "/dev/stdout").exit_code == 0  # here redirected to a regular file
     assert capfd.readouterr().out == expected
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdin"])
+def test_standard_input_is_scored_but_not_fitted(table_run, name):
+    run, data = table_run
+    with subprocess.Popen(["cat", data], stdout=subprocess.PIPE) as cat:
+        args = [sys.executable, "-m", "selfnorm", "score", run, name]
+        done = subprocess.run(args, stdin=cat.stdout, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout == ok("score", run, data)
+    before = os.dup(0)
+    read, write = os.pipe()
+    try:
+        os.dup2(read, 0)
+        assert "standard input; save the data in a file first" in fails("fit", name)
+    finally:
+        os.dup2(before, 0)
+        for each in (before, read, write):
+            os.close(each)
 
 
 @pytest.mark.parametrize("ending", ["csv", "npy"])

@@ -9,6 +9,8 @@ import time
 import numpy as np
 import pytest
 
+from support.commandline import ok
+
 COMMAND = [sys.executable, "-m", "selfnorm"]
 MANY = 10_000_000  # samples, which take minutes
 
@@ -40,15 +42,15 @@ def test_a_signal_while_a_file_is_written_leaves_nothing(writing, number, status
 def test_the_next_call_removes_what_a_killed_one_left_but_not_what_is_being_written(writing, table_run):
     process, folder = writing
     (kept,) = folder.iterdir()
-    again = [*COMMAND, "sample", str(table_run[0]), "-n", "5", "-o", str(folder / "x.csv"), "--force"]
-    subprocess.run(again, check=True, capture_output=True)
+    again = ("sample", table_run[0], "-n", 5, "-o", folder / "x.csv", "--force")
+    ok(*again)
     assert sorted(folder.iterdir()) == sorted([kept, folder / "x.csv"])
     process.kill()
     process.wait()
     assert kept.exists()
     other = folder / kept.name.replace(".x.", ".x.y.")  # of x.y.csv
     other.touch()
-    subprocess.run(again, check=True, capture_output=True)
+    ok(*again)
     assert sorted(folder.iterdir()) == sorted([other, folder / "x.csv"])
 
 

@@ -152,6 +152,15 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_training(tmp_path)
     assert f"{tmp_path / 'file'}: expected a folder to write to, got File exists; choose another with --run" in said
 
 
+@pytest.mark.parametrize("name", ["comparison.json", "comparison.csv", "comparison.png"])
+@pytest.mark.parametrize("content", ["recipe,mass\nbread,1\n", '{"columns": []}', "[" * 9999])
+def test_a_file_that_no_comparison_wrote_is_refused_before_training(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    said = fails("compare", *NAMES, *SHORT, "--run", tmp_path)
+    assert f"{tmp_path / name}: expected no file, or one that `selfnorm compare` wrote, got another; move it" in said
+    assert (tmp_path / name).read_text() == content and {path.name for path in tmp_path.iterdir()} == {name, ".lock"}
+
+
 def test_a_run_that_another_process_is_at_is_refused_before_training(copy):
     (copy / "digits-fc-exact" / "result.json").unlink()
     with RunFolder(copy / "digits-fc-exact").locked():

@@ -7,7 +7,7 @@ import pytest
 
 from selfnorm.data import safe_files
 from selfnorm.data.images import image_files
-from selfnorm.data.safe_files import expect_fits_memory, expect_regular
+from selfnorm.data.safe_files import byte_source, expect_fits_memory, expect_regular
 from selfnorm.runtime import memory
 from selfnorm.runtime.memory import available_memory
 
@@ -17,10 +17,21 @@ def test_only_regular_files_are_read(tmp_path):
     os.mkfifo(tmp_path / "pipe.csv")
     (tmp_path / "link.csv").symlink_to(tmp_path / "pipe.csv")
     expect_regular(tmp_path / "x.csv")
-    expect_regular(safe_files.STANDARD_INPUT, stdin=True)
     for name, got in (("pipe.csv", "a named pipe"), ("link.csv", "a named pipe"), (".", "a folder"), ("none", "No such file")):
         with pytest.raises(ValueError, match=rf"expected a .*got .*{got}"):
             expect_regular(tmp_path / name)
+
+
+def test_standard_input_is_read_once_and_opened_again(tmp_path, monkeypatch):
+    (tmp_path / "x").write_bytes(b"a,b\n1,2\n")
+    with (tmp_path / "x").open() as file:
+        monkeypatch.setattr("sys.stdin", file)
+        opened = byte_source(safe_files.STANDARD_INPUT)
+    assert [opened().read(), opened().read()] == 2 * [b"a,b\n1,2\n"]
+    monkeypatch.setattr(safe_files, "available_memory", lambda: 4 * 7)
+    with (tmp_path / "x").open() as file, pytest.raises(ValueError, match="/dev/stdin: expected a table that fits into"):
+        monkeypatch.setattr("sys.stdin", file)
+        byte_source(safe_files.STANDARD_INPUT)
 
 
 def test_what_does_not_fit_into_memory_is_refused():

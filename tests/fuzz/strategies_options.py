@@ -97,6 +97,27 @@ VERBS: dict[str, tuple[tuple[str, ...], dict[str, st.SearchStrategy[str] | None]
         {"--run": OUTPUTS, "--seed": VALUES, "--seeds": st.sampled_from(["0", "-1", "x"]), "--data": VALUES, "--resume": VALUES},
     ),
 }
+SMALL_RUN = ("--set", "epochs=1", "--set", "layers=1", "--run", "new")
+# Calls that must succeed, with values for the options, of which any subset may be given; () for a flag.
+VALID: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {
+    ("score", "run", "new.csv"): {
+        "-o": ("out.csv", "out.npy", "out.CSV"),
+        "--samples": ("1", "3"),
+        "--seed": ("0", "7"),
+        "--device": ("cpu", "auto"),
+    },
+    ("score", "run", "new.csv", "--json"): {"--seed": ("0", "7"), "--constant-columns": ("flag", "impossible")},
+    ("sample", "run"): {
+        "-n": ("1", "3"),
+        "-o": ("out.csv", "out.npy", "./out.csv"),
+        "--inverse": ("auto", "exact", "learned", "refined"),
+        "--seed": ("0", "7"),
+    },
+    ("eval", "run"): {"--part": ("train", "validation", "test"), "--samples": ("1", "2"), "--json": (), "--device": ("cpu",)},
+    ("doctor", "run"): {"--examples": ("2", "9"), "--json": (), "--repair": (), "--device": ("cpu", "auto")},
+    ("recipes",): {"--json": ()},
+    ("train", "moons-fc-snf", *SMALL_RUN): {"--seed": ("0", "7"), "--quiet": (), "--device": ("cpu",)},
+}
 READ_AS_TABLE = (".csv", ".tsv", ".npy", ".npz", ".parquet", ".gz")
 
 
@@ -116,8 +137,21 @@ def settings_of_runs(draw: Any) -> list[str]:
 
 
 @st.composite
+def valid_options(draw: Any) -> Case:
+    """A call that must succeed."""
+    call = draw(st.sampled_from(sorted(VALID)))
+    known = VALID[call]
+    given = draw(st.lists(st.sampled_from(sorted(known)), max_size=3, unique=True))
+    words = [word for name in given for word in ((name, draw(st.sampled_from(known[name]))) if known[name] else (name,))]
+    may_change = ("run/repaired",) if call[0] == "doctor" else ()
+    return Case("options", (*call, *words), "table", FILES, NOTE, must_succeed=True, may_change=may_change)
+
+
+@st.composite
 def options(draw: Any) -> Case:
     """A call with any options; the run, its data, the input and the files keep.* must stay as they are."""
+    if draw(st.integers(0, 5)) == 0:
+        return draw(valid_options())
     if draw(st.integers(0, 3)) == 0:
         writes = draw(st.sampled_from([("score", "run", "new.csv"), ("sample", "run", "-n", "3"), ("doctor", "run", "--repair")]))
         return Case("options", (*writes, "-o", draw(OUTPUTS)), "table", FILES, NOTE)

@@ -65,6 +65,37 @@ def test_the_lock_is_kept_until_the_file_has_its_name(tmp_path):
         assert temporary.exists()
 
 
+def descriptors():
+    return set(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="only Linux lists descriptors")
+def test_a_folder_that_vanishes_hides_no_error_and_costs_no_descriptor(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    before = descriptors()
+    with pytest.raises(ZeroDivisionError), replacing(folder / "x"):
+        folder.rename(tmp_path / "moved")
+        folder.touch()  # a file in the place of the folder
+        raise ZeroDivisionError
+    assert descriptors() == before
+
+
+def test_a_file_system_that_counts_no_links_is_written_to(tmp_path, monkeypatch):
+    def without_links(descriptor, status=os.fstat):
+        return os.stat_result([*status(descriptor)[:3], 0, *status(descriptor)[4:]])
+
+    monkeypatch.setattr(os, "fstat", without_links)
+    write_text(tmp_path / "x", "new")
+    assert (tmp_path / "x").read_text() == "new"
+
+
+def test_files_that_always_vanish_are_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", lambda descriptor, how: [path.unlink() for path in tmp_path.iterdir()])
+    with pytest.raises(OSError, match=r"x: expected a folder that can be written to, got 'new files vanish at once'"):
+        write_text(tmp_path / "x", "new")
+
+
 def test_a_new_file_does_not_replace_one_that_was_written_meanwhile(tmp_path, monkeypatch):
     path = tmp_path / "x.csv"
     expected = pytest.raises(OSError, match=r"x\.csv: expected a new file, got one that was written meanwhile")

@@ -4,6 +4,7 @@ import json
 
 import torch
 
+from selfnorm.compare.worker import Outcome
 from selfnorm.data import load_dataset
 from selfnorm.data.batches import Examples, TrainingBatches
 from selfnorm.train.adam import make_adam
@@ -45,6 +46,12 @@ def assert_same_runs(one, other):
     assert logs[0] == logs[1]
     results = [json.loads((path / "result.json").read_text()) for path in (one, other)]
     assert results[0]["test"] == results[1]["test"]
+
+
+def without_worker(work, report, stop):
+    """Does what `run_in_worker` does, but in this process: a new one takes seconds to import everything."""
+    work(report)
+    return Outcome("finished")
 
 
 def started(*settings, **options):

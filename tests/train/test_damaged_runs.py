@@ -22,6 +22,7 @@ from selfnorm.train.result import Result
 from selfnorm.train.trained import Trained
 from support.checkpoint_files import write_checkpoint
 from support.commandline import fails, invoke, ok, write_csv
+from support.small_runs import without_worker
 
 DEEP = "[" * 100_000
 LONG = "9" * 5000
@@ -237,8 +238,9 @@ LINES = [
 
 
 @pytest.fixture
-def never_rewound(digits):
-    """A finished run whose checkpoints remember a longer log, so that resuming removes nothing from it."""
+def never_rewound(digits, monkeypatch):
+    """A finished run whose checkpoints remember a longer log, so that resuming removes nothing from it, nor draws samples."""
+    monkeypatch.setattr("selfnorm.report.figures.sample_sheet", lambda *args, **options: None)
     for name in ("best", "last"):
         changed(
             digits / f"{name}.safetensors", facts=lambda facts: {**facts, "progress": {**facts["progress"], "log_length": 10**9}}
@@ -270,7 +272,8 @@ def test_a_log_of_nothing_but_damage(never_rewound):
                 assert each is None or isinstance(each, str) or math.isfinite(each)
 
 
-def test_a_comparison_draws_what_is_left_of_a_log(tmp_path):
+def test_a_comparison_draws_what_is_left_of_a_log(tmp_path, monkeypatch):
+    monkeypatch.setattr("selfnorm.compare.execute.run_in_worker", without_worker)
     names = ("--set", "epochs=2", "--set", "validate_every=1", "--run", tmp_path / "both", "-q")
     ok("compare", "digits-fc-snf", *names)
     path = tmp_path / "both" / "digits-fc-snf" / "metrics.jsonl"

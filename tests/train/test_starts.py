@@ -8,16 +8,31 @@ from contextlib import contextmanager
 
 import pytest
 
+from selfnorm.train.experiments import recipe_for
 from selfnorm.train.folder import RunFolder
-from selfnorm.train.run import start_run
+from selfnorm.train.run import resume_run, start_run
 from selfnorm.train.settings import to_toml
-from support.commandline import digest, fails, invoke, ok
-from support.small_runs import SMALL, assert_same_runs, digits
+from support.commandline import digest, fails, invoke, numbers, ok, write_csv
+from support.small_runs import SMALL, assert_same_runs, digits, without_worker
 
 fcntl = pytest.importorskip("fcntl")  # where there is none, folders are not locked
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 FORK = multiprocessing.get_context("fork")
 RECIPE = digits(*SMALL, "layers=1", "epochs=1", "validate_every=1", "threads=1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported(tmp_path_factory):
+    """Imports here what a run imports when it begins, so that no fork has to."""
+    start_run(RECIPE, tmp_path_factory.mktemp("first") / "run")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Leaves out the figures at the end of a run, which take most of the time of a small one, and new processes for workers."""
+    for name in ("run_curves", "sample_scatter", "sample_sheet", "comparison_curves"):
+        monkeypatch.setattr(f"selfnorm.report.figures.{name}", lambda *args, **options: None)
+    monkeypatch.setattr("selfnorm.compare.execute.run_in_worker", without_worker)
 
 
 @contextmanager
@@ -75,7 +90,16 @@ def test_a_start_changes_nothing_while_another_holds_the_folder(tmp_path):
 # Kills
 
 
-def killed_at(event, path):
+@pytest.fixture(params=["noted", pytest.param("digits", marks=pytest.mark.slow)])
+def recipe(request, tmp_path):
+    """A recipe for a table of 40 rows, about which the log has notes, and for the digits, about which it has none."""
+    if request.param == "digits":
+        return RECIPE
+    path = str(write_csv(tmp_path / "few.csv", numbers(40, 3)))
+    return recipe_for(path, (3,), 32).changed(source=path, layers=1, epochs=1, validate_every=1, threads=1)
+
+
+def killed_at(event, path, recipe):
     """Starts a run in another process, which is killed just before it touches the folder for the event-th time."""
 
     def count(name, args):
@@ -89,7 +113,7 @@ def killed_at(event, path):
 
     def child():
         sys.addaudithook(count)
-        start_run(RECIPE, path)
+        start_run(recipe, path)
 
     process = FORK.Process(target=child)
     process.start()
@@ -97,19 +121,23 @@ def killed_at(event, path):
     return process.exitcode == -signal.SIGKILL
 
 
-def test_after_a_kill_at_any_instant_before_the_first_steps_the_same_start_works(tmp_path):
-    start_run(RECIPE, tmp_path / "whole")
-    for event in range(100):
-        path = tmp_path / f"killed-{event}"
-        assert killed_at(event, path)
+def test_after_a_kill_at_any_instant_before_the_first_steps_the_same_start_works(tmp_path, recipe):
+    start_run(recipe, tmp_path / "whole")
+    notes = [record for record in RunFolder(tmp_path / "whole").read_log() if record["kind"] == "note"]
+    assert bool(notes) is (recipe is not RECIPE)
+    started, resumed = 0, 0
+    while resumed < 3:
+        path = tmp_path / f"killed-{started + resumed}"
+        assert killed_at(started + resumed, path, recipe)
         if (path / "last.safetensors").exists():  # from here on it is resumed
-            ok("train", "--resume", path, "-q")
-            assert_same_runs(tmp_path / "whole", path)
-            break
-        start_run(RECIPE, path)
+            resumed += 1
+            resume_run(path)
+        else:
+            started += 1
+            start_run(recipe, path)
         assert_same_runs(tmp_path / "whole", path)
         assert not list(path.glob(".*part*"))
-    assert event > 8, "the folder, the lock, the recipe and two checkpoints: each is at least one event"
+    assert started > 8, "the folder, the lock, the recipe and two checkpoints: each is at least one event"
 
 
 @pytest.mark.parametrize("leftovers", [[".lock"], [".recipe.0123.part.toml"], [".best.0123.part.safetensors", "recipe.toml"]])

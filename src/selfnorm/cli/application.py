@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import selfnorm
-from selfnorm.cli.console import ERR, OUT
+from selfnorm.cli.console import ERR, OUT, discard_unread_output
 from selfnorm.runtime.checks import one_line
 from selfnorm.runtime.files import naming_full_disk
 from selfnorm.runtime.signals import TerminatedError, signals_raise
@@ -90,8 +90,8 @@ def command(name: str, *examples: str, group: typer.Typer = app) -> Callable[[Ca
             except TerminatedError:
                 ERR.print("selfnorm: stopped by SIGTERM")
                 raise typer.Exit(143) from None
-            except (BrokenPipeError, SystemExit):  # the reader of our output has left, as `| head` does; rich raises SystemExit
-                sys.stderr.close()
+            except BrokenPipeError:  # the reader of our output has left, as `| head` does
+                discard_unread_output()
                 raise typer.Exit(0) from None
             except Exception as error:
                 if debug:

@@ -15,7 +15,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from selfnorm.bench.table import BenchTable, Cell
+from selfnorm.bijection import located
 from selfnorm.cli.console import ERR, OUT, build_table
+from selfnorm.cli.outputs import check_output
+from selfnorm.runtime.files import is_stream
 
 # Entries of a table's source that are shown below it, and what they are called there.
 CONDITIONS = {"SM clock": "SM clock", "taken by others": "CPU used by other processes"}
@@ -33,15 +36,15 @@ def output_files(json: Path | None, figure: Path | None, force: bool, draws: boo
     for option, path in (("--json", json), ("--figure", figure)):
         if path is None:
             continue
-        if path.is_dir():
-            raise ValueError(f"{option}: expected a file to write, got the folder {path}")
-        if path.exists() and not force:
-            raise ValueError(f"{option}: expected a new file, got {path}, which exists; choose another name, or use --force")
+        if is_stream(path):
+            raise ValueError(f"{option}: expected a file to write, got {path}, which is none")
         try:
             with tempfile.TemporaryFile(dir=path.parent):
                 pass
         except OSError as error:
             raise ValueError(f"{option}: expected a folder to write to, got {error.strerror} at {path.parent}") from None
+        with located(option):
+            check_output(path, (path.suffix.lower(),), force)
     return json, figure
 
 

@@ -23,6 +23,9 @@ class PlainConsole(Console):
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=escaped(segment.text))
 
+    def on_broken_pipe(self) -> None:
+        raise  # the BrokenPipeError that is being handled; rich would exit, which looks like any other SystemExit
+
 
 # Without markup, since a path may contain brackets.
 OUT = PlainConsole(soft_wrap=True, highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 160)
@@ -34,7 +37,18 @@ def print_json(record: Any) -> None:
     try:
         print(json_text(record), flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_unread_output()
+
+
+def discard_unread_output() -> None:
+    """Discards what is written from now on to standard output or error if its reader has left, so that nothing fails, even at
+    exit, when Python writes what is still buffered."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            with open(os.devnull, "wb") as nowhere:  # noqa: PTH123
+                os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def build_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:

@@ -12,6 +12,7 @@ from selfnorm.cli.application import command
 from selfnorm.cli.console import ERR, OUT, print_json
 from selfnorm.cli.options import ConstantsChoice, Debug, Device, Force, Json, Output, RunPath, Seed, resolve_device
 from selfnorm.cli.outputs import check_output, data_of, expect_not_input, files_of
+from selfnorm.data.safe_files import STANDARD_INPUT
 from selfnorm.runtime.escapes import escaped
 from selfnorm.runtime.files import is_stream, naming_full_disk
 from selfnorm.train.score_files import SCORE_ENDINGS, expect_score_format, scores_csv, write_scores
@@ -21,7 +22,9 @@ from selfnorm.train.trained import Trained
 @command("score", "selfnorm score runs/fit-measurements new.csv", "selfnorm score runs/fit-measurements new.csv -o scores.csv")
 def score(
     run: RunPath,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Data with the same columns or image size as the run's.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Data with the run's columns or image size; - is a table from standard input.")
+    ],
     ids: Annotated[
         list[str] | None,
         typer.Option("--id", metavar="COLUMN", help="Copy this column to the output; repeatable. Columns of text always are."),
@@ -43,6 +46,8 @@ def score(
     Rank 1 is the least likely row of the file. Percentile is the percentage of training data that is less likely than the row.
     Columns are matched by name. `differs` names the columns with another value than the only one that they had in training.
     """
+    if str(file) == "-":
+        file = STANDARD_INPUT
     if not file.exists():
         raise ValueError(f"{file}: expected a file or a folder of images, got a path that does not exist")
     if json and output:

@@ -27,6 +27,7 @@ from selfnorm.cli.options import (
 )
 from selfnorm.cli.progress import show_run, show_runs, show_transfers
 from selfnorm.data.layout import MOST_NAMED, TableLayout, discrete_columns
+from selfnorm.data.safe_files import STANDARD_INPUT
 from selfnorm.train.experiments import DEFAULT, TWINS, find_recipe, recipe_for
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.recipe import Recipe
@@ -141,9 +142,14 @@ def fit(
 
     Chooses a model by the data's shape, standardises the data, and holds out 10 % for early stopping and 10 % for the test.
     """
+    if str(file) == "-" or (file == STANDARD_INPUT and not file.is_file()):  # redirected, it is a file with a name
+        raise ValueError(
+            f"{file}: expected a file, which a resumed run can read again, got standard input; save the data in a file first"
+        )
     if not file.exists():
         raise ValueError(f"{file}: expected a file or a folder of images, got a path that does not exist")
-    path, name = str(file.resolve()), f"fit-{file.resolve().name.removesuffix('.gz').rpartition('.')[0] or file.name}"
+    whole = file.resolve()  # "." has no name
+    path, name = str(whole), f"fit-{whole.name.removesuffix('.gz').rpartition('.')[0] or whole.name}"
     options = {"header": header, "drop": tuple(drop or ()) or None, "keep": tuple(keep or ()) or None}
     dataset = dataset_of(_with_options(override(Recipe(name), settings or []), **options).changed(source=path))
     chosen = recipe_for(path, dataset.shape, len(dataset.train)).changed(name=name)

@@ -23,10 +23,10 @@ from selfnorm.cli.options import (
     absolute_folder,
     resolve_device,
 )
-from selfnorm.cli.outputs import check_output, data_of, files_of
+from selfnorm.cli.outputs import check_output, data_of, expect_not_input, files_of
 from selfnorm.evaluate.health import repair
 from selfnorm.runtime.files import remove_leftovers
-from selfnorm.train.checkpoint import save_checkpoint
+from selfnorm.train.checkpoint import checkpoint_path, save_checkpoint
 from selfnorm.train.experiments import RECIPES, find_recipe
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.settings import to_toml
@@ -104,12 +104,12 @@ def doctor(
     """
     if output and not repair_inverses:
         raise ValueError(f"-o: expected --repair with it, got only {output}; without --repair no file is written")
-    if output:
+    if repair_inverses:
+        output = output or checkpoint_path(run).with_name("repaired.safetensors")
         check_output(output, (".safetensors",), force, files_of(run))
     trained = Trained.open(run, resolve_device(device))
-    if repair_inverses:
-        output = output or trained.path.with_name("repaired.safetensors")
-        check_output(output, (".safetensors",), force, [*files_of(run), *data_of(trained)])
+    if output:
+        expect_not_input(output, data_of(trained))
     train = trained.examples("train", absolute_folder(data))
     x = train.random_examples(examples, seed=0)
     print_health(trained.health(x, train), json)
@@ -120,7 +120,7 @@ def doctor(
         ERR.print("nothing to repair; no file was written")
         return
     remove_leftovers(output)
-    save_checkpoint(output, trained.checkpoint.with_weights(trained.flow))
+    save_checkpoint(output, trained.checkpoint.with_weights(trained.flow), is_new=not force)
     if not json:
         OUT.print(f"\nrepaired {', '.join(repaired)}; written to {output}")
     print_health(trained.health(x, train), json)

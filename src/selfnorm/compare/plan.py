@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from selfnorm.compare.files import expect_own_files
 from selfnorm.data.dataset import Dataset
 from selfnorm.runtime.locks import locking
 from selfnorm.train.build import build_flow, build_loss
@@ -63,7 +64,8 @@ def plan_runs(
 def checked_runs(runs: Sequence[PlannedRun], dataset: Dataset) -> Iterator[None]:
     """Context manager that locks the folder of a comparison against other processes, and creates it if it is missing.
 
-    Raises ValueError, before hours of training, if a flow cannot be built for the data, or if a folder cannot be used.
+    Raises ValueError, before hours of training, if a flow cannot be built for the data, or if a folder cannot be used or
+    has files that the comparison would replace.
     """
     for run in runs:
         build_loss(run.recipe, build_flow(run.recipe, dataset.shape, dataset.levels))
@@ -75,6 +77,7 @@ def checked_runs(runs: Sequence[PlannedRun], dataset: Dataset) -> Iterator[None]
     except OSError as error:
         raise ValueError(f"{parent}: expected a folder to write to, got {error.strerror}; choose another with --run") from None
     with locking(parent, f"{parent}: expected an idle comparison, got one under way; wait for it, or choose another with --run"):
+        expect_own_files(parent)
         for run in runs:
             _expect_usable(run)
         yield

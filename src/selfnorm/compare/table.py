@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from selfnorm.compare.files import comparison_files
 from selfnorm.compare.plan import PlannedRun
 from selfnorm.report import figures
 from selfnorm.report.provenance import provenance
@@ -174,18 +175,18 @@ class Comparison:
     def write(self, folder: Path) -> list[Path]:
         """Writes comparison.json, comparison.csv and, if anything was validated, comparison.png; returns their paths."""
         folder.mkdir(parents=True, exist_ok=True)
-        written = [folder / "comparison.json", folder / "comparison.csv"]
-        write_text(written[0], json_text(self.report(), indent=1) + "\n")
+        table, lines, figure = comparison_files(folder)
+        write_text(table, json_text(self.report(), indent=1) + "\n")
         rows = [run.row() for run in self.runs]
-        with replacing(written[1]) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
+        with replacing(lines) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
             writer = csv.DictWriter(stream, rows[0].keys(), lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
         # The figure comes last: if drawing fails, the numbers are on disk.
-        if curves := self._validation_curves():
-            written.append(folder / "comparison.png")
-            figures.comparison_curves(written[2], self.title, curves)
-        return written
+        curves = self._validation_curves()
+        if curves:
+            figures.comparison_curves(figure, self.title, curves)
+        return [table, lines, *([figure] if curves else [])]
 
     def _validation_curves(self) -> dict[str, list[list[tuple[float, float | None]]]]:
         """Returns, for each row of the table, its runs' exact validation NLLs as (seconds of training, NLL)."""

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfnorm.data.headers import COMMA_NUMBER, WHOLE, all_quoted, is_header, is_number
-from selfnorm.data.safe_files import expect_fits_memory, expect_regular
+from selfnorm.data.safe_files import byte_source
 from selfnorm.runtime.memory import available_memory
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -34,8 +34,7 @@ class DelimitedFile:
     def __init__(
         self, path: Path, header: bool | None = None, numeric_names: bool = True, expected: Collection[str] = ()
     ) -> None:
-        expect_regular(path)
-        expect_fits_memory(path, path.stat().st_size)
+        self._source = byte_source(path)
         self.path = path
         self.decimal_commas = False  # known once the numbers have been read
         with self._opened() as stream:
@@ -102,7 +101,7 @@ class DelimitedFile:
     def _opened(self) -> Iterator[TextIO]:
         """Yields the file, opened as text; errors of its encoding or compression become a ValueError."""
         try:
-            with self.path.open("rb") as file:
+            with self._source() as file:
                 if file.read(2) in (b"\xff\xfe", b"\xfe\xff"):
                     raise ValueError(f"{self.path}: expected UTF-8 text with separated numbers, got UTF-16; save it as UTF-8")
                 file.seek(0)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import stat
+import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from selfnorm.runtime.memory import available_memory
 
@@ -24,11 +28,35 @@ MAX_OTHERS = 100_000  # entries of a folder that are no images, beyond the numbe
 NOTICE_SECONDS = 1.0
 
 
-def expect_regular(path: Path, *, stdin: bool = False) -> None:
-    """Raises ValueError unless the path is a regular file or, if `stdin`, /dev/stdin. Call it before opening a file that a user
-    or a recipe names: opening a named pipe waits for a writer, and a device may have no end."""
-    if stdin and path == STANDARD_INPUT:
-        return
+def byte_source(path: Path) -> Callable[[], BinaryIO]:
+    """Returns a function that opens a file for reading, as often as it is called; raises ValueError for a file that is not
+    regular or does not fit into memory.
+
+    /dev/stdin, which can be read only once, is read at once and kept.
+    """
+    if path == STANDARD_INPUT:
+        content = _standard_input()
+        return lambda: io.BytesIO(content)
+    expect_regular(path)
+    expect_fits_memory(path, path.stat().st_size)
+    return lambda: path.open("rb")
+
+
+def _standard_input() -> bytes:
+    available = available_memory()
+    # The numbers take eight bytes for a digit and a separator.
+    most = sys.maxsize if available is None else available // 4
+    found = bytearray()
+    while chunk := sys.stdin.buffer.read(min(1 << 20, most + 1 - len(found))):
+        found += chunk
+    if len(found) > most:
+        raise ValueError(f"{STANDARD_INPUT}: expected a table that fits into the available memory, got a larger one")
+    return bytes(found)
+
+
+def expect_regular(path: Path) -> None:
+    """Raises ValueError unless the path is a regular file. Call it before opening a file that a user or a recipe names: opening
+    a named pipe waits for a writer, and a device may have no end."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:  # ValueError: a name with a null character

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from selfnorm.data.delimited import FLOAT32_MAX, DelimitedFile
 from selfnorm.data.locate import require_module
-from selfnorm.data.safe_files import expect_fits_memory, expect_regular
+from selfnorm.data.safe_files import STANDARD_INPUT, expect_fits_memory, expect_regular
 
 TEXT_SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 TABLE_SUFFIXES = (*TEXT_SUFFIXES, ".parquet")
@@ -38,13 +38,16 @@ class Table(Protocol):
 
 
 def open_table(path: Path, header: bool | None = None, numeric_names: bool = True, expected: Collection[str] = ()) -> Table:
-    """Returns the table in a file that ends in one of `TABLE_SUFFIXES`; see `DelimitedFile` for the other arguments."""
+    """Returns the table in a file that ends in one of `TABLE_SUFFIXES`, or in /dev/stdin as text.
+
+    See `DelimitedFile` for the other arguments.
+    """
     return ParquetFile(path) if path.suffix.lower() == ".parquet" else DelimitedFile(path, header, numeric_names, expected)
 
 
 def is_table(path: Path) -> bool:
-    """Returns whether the name of a file is that of a table, other than an array."""
-    return path.name.lower().endswith(TABLE_SUFFIXES)
+    """Returns whether the name of a file is that of a table, other than an array; /dev/stdin holds one."""
+    return path == STANDARD_INPUT or path.name.lower().endswith(TABLE_SUFFIXES)
 
 
 class ArrayTable:

@@ -22,12 +22,16 @@ except ImportError:  # Windows has no such module; temporary files are not locke
 
 os.umask(_UMASK := os.umask(0o077))  # the umask can only be read by setting it
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+ATTEMPTS = 100  # to create a temporary file before another process removes it
 _DESCRIPTORS = {"/dev/stdout": 1, "/dev/stderr": 2}
 
 
-def temporary_pattern(path: Path) -> str:
-    """Returns the glob pattern of the temporary names for a path, with its suffix, from which some writers choose a format."""
-    return f".{path.stem}.*.part{path.suffix}"
+def temporary_name(path: Path, token: str) -> str:
+    """Returns the temporary name of a path for a token; it has the suffix, from which some writers choose a format.
+
+    The token "*" makes it a glob pattern.
+    """
+    return f".{path.stem}.{token}.part{path.suffix}"
 
 
 @contextmanager
@@ -59,9 +63,12 @@ def replacing(path: Path, *, is_new: bool = False) -> Iterator[Path]:
             else:
                 temporary.replace(path)
     finally:
-        temporary.unlink(missing_ok=True)
-        if lock is not None:
-            os.close(lock)
+        try:
+            with suppress(OSError):  # the folder may have vanished, and the error of the block says more
+                temporary.unlink(missing_ok=True)
+        finally:
+            if lock is not None:
+                os.close(lock)
 
 
 @contextmanager
@@ -101,7 +108,8 @@ def remove_leftovers(path: Path) -> None:
     if fcntl is None:
         return
     path = path.resolve()
-    name = re.compile(re.escape(f".{path.stem}.") + "[0-9a-f]{8}" + re.escape(f".part{path.suffix}"))
+    before, after = map(re.escape, temporary_name(path, "\0").split("\0"))
+    name = re.compile(before + "[0-9a-f]{8}" + after)
     try:
         found = [each for each in os.listdir(path.parent) if name.fullmatch(each)]  # noqa: PTH208  (faster in a large folder)
     except OSError:
@@ -118,17 +126,18 @@ def remove_leftovers(path: Path) -> None:
 
 def _locked_temporary(path: Path) -> tuple[Path, int | None]:
     """Returns a new temporary file for `path`, and the descriptor that holds its lock until it is closed."""
-    while True:
-        temporary = path.with_name(temporary_pattern(path).replace("*", secrets.token_hex(4)))
+    for _ in range(ATTEMPTS):
+        temporary = path.with_name(temporary_name(path, secrets.token_hex(4)))
         descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         if fcntl is None:
             os.close(descriptor)
             return temporary, None
         with suppress(OSError):  # some network file systems have no locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink:  # else another process took it for a leftover before it was locked
+        if temporary.exists():  # else another process took it for a leftover before it was locked
             return temporary, descriptor
         os.close(descriptor)
+    raise OSError(errno.EAGAIN, "new files vanish at once")
 
 
 def _move_to_new(temporary: Path, path: Path, named: Path) -> None:

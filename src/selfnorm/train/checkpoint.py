@@ -103,7 +103,7 @@ class Checkpoint:
         for name in state.keys() & own.keys():  # a layer may accept other names, from earlier versions, but never other types
             if state[name].dtype != own[name].dtype:
                 raise ValueError(f"{prefix}{name}: expected {own[name].dtype}, got {state[name].dtype}")
-            if own[name].dim() == 0 != state[name].dim():  # torch would take the first entry
+            if own[name].dim() == 0 and state[name].dim() != 0:  # torch would take the first entry
                 raise ValueError(f"{prefix}{name}: expected one number, got shape {tuple(state[name].shape)}")
         module.load_state_dict(state)
 
@@ -120,8 +120,11 @@ def _layers(flow: Flow) -> list[Bijection]:
     return list(flow.bijection)
 
 
-def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Writes a checkpoint atomically: at any time there is an old or a new file, never a partial one."""
+def save_checkpoint(path: Path, checkpoint: Checkpoint, *, is_new: bool = False) -> None:
+    """Writes a checkpoint atomically: at any time there is an old or a new file, never a partial one.
+
+    is_new:  raises OSError instead of replacing a file.
+    """
     facts = {
         "recipe": asdict(checkpoint.recipe),
         "shape": checkpoint.shape,
@@ -134,7 +137,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     tensors = {name: value.detach().cpu().contiguous() for name, value in checkpoint.tensors.items()}
     text = json.dumps(facts)
     metadata = {"format": FORMAT, "facts": text, "digest": digest(tensors, text)}
-    with replacing(path) as temporary:
+    with replacing(path, is_new=is_new) as temporary:
         try:
             save_file(tensors, temporary, metadata=metadata)
         except SafetensorError as error:

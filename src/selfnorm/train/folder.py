@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from selfnorm.data.safe_files import expect_regular
-from selfnorm.runtime.files import json_text, naming_full_disk, temporary_pattern, write_text
+from selfnorm.runtime.files import json_text, naming_full_disk, temporary_name, write_text
 from selfnorm.runtime.locks import LOCK_NAME, locking
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.records import parse_records
@@ -56,7 +56,7 @@ class RunFolder:
     def partial_files(self) -> set[Path]:
         """Returns the temporary files that a killed process left while writing files of this run."""
         wholes = (self.recipe, self.best, self.last, self.scores, self.samples, self.curves, self.result)
-        return {path for whole in wholes for path in self.path.glob(temporary_pattern(whole))}
+        return {path for whole in wholes for path in self.path.glob(temporary_name(whole, "*"))}
 
     def remove_partial_files(self) -> None:
         """Removes the partial files; call it only while the run is locked."""

@@ -144,11 +144,11 @@ class Trainer:
 
     def _loop(self, stop: StopRequests) -> Iterator[None]:
         recipe = self.recipe
+        if self.folder and not self.folder.last.exists():
+            self.save()  # before anything is logged: a folder with a log but no checkpoint would be neither new nor resumable
         if not self.progress.step and not self.progress.log_length:
             for note in self.dataset.notes:
                 self._log("note", message=note)
-        if self.folder and not self.folder.last.exists():
-            self.save()
         while True:
             progress = self.progress  # validations and rollbacks replace it
             epoch, index = divmod(progress.step, self.batches.steps_per_epoch)
