@@ -54,7 +54,7 @@ def test_fit_names_dependent_columns_before_it_trains(tmp_path):
     rows = table()
     file = write_csv(tmp_path / "twice.csv", np.column_stack([rows[:, :2], 2 * rows[:, 0] + 1]), header="weight,height,pounds")
     told = fails("fit", file, *FIT, "--run", tmp_path / "run")
-    assert "twice.csv: expected columns that do not determine each other" in told and "'pounds' is 2·'weight' + 1" in told
+    assert "twice.csv: expected linearly independent columns" in told and "'pounds' is 2·'weight' + 1" in told
     assert not (tmp_path / "run").exists()
 
 

@@ -111,7 +111,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         varying = self._leave_constants_out(kept[held_out:], names)
         names = [name for name, varies in zip(names, varying, strict=True) if varies]
         rows = torch.from_numpy(kept[:, varying])
-        expect_independent("SelfNormDensity", rows[held_out:].numpy(), names)
+        expect_independent("SelfNormDensity", rows[held_out:].numpy(), [repr(name) for name in names], "remove {} from X")
         # Here, in float64, and not by the recipe: float32 would already have lost the digits of a column such as 1e8 ± 1.
         standardize = Standardize(rows.shape[1]).double()
         with located("SelfNormDensity"):

@@ -54,6 +54,11 @@ class TableLayout:
         """The names of the columns that are data."""
         return self.names_of(self.used)
 
+    @property
+    def short_labels(self) -> tuple[str, ...]:
+        """What a list in a message calls each column of the data: its name in quotes, or "column 3", the number in the file."""
+        return tuple(repr(name) if (name := (*self.names, *[""] * self.width)[at]) else f"column {at + 1}" for at in self.used)
+
     def names_of(self, positions: Iterable[int]) -> tuple[str, ...]:
         """Returns the names at some positions, if there are names."""
         return tuple(self.names[position] for position in positions) if self.names else ()

@@ -16,6 +16,7 @@ from selfnorm.data.resolution import as_resolved, expect_spread
 
 FEW_EXAMPLES = 30  # whose mean log-likelihood is still off by a fifth of the standard deviation
 ROWS_PER_COLUMN = 10
+REMEDY = "leave out {} (`--drop` of `selfnorm fit`, `drop` in Python)"
 
 
 def prepare(examples: Tensor, columns: Sequence[str]) -> tuple[Tensor, tuple[str, ...]]:
@@ -38,7 +39,8 @@ def expect_density(dataset: Dataset) -> None:
     """Raises ValueError, naming the columns, if real-valued data has no density that a flow can learn."""
     if dataset.levels is None:
         expect_spread(dataset.name, dataset.train, dataset.columns)
-        expect_independent(dataset.name, dataset.train.flatten(1).numpy(), dataset.columns)
+        labels = dataset.table.short_labels if dataset.table is not None else tuple(map(repr, dataset.columns))
+        expect_independent(dataset.name, dataset.train.flatten(1).numpy(), labels, REMEDY)
 
 
 def with_notes(dataset: Dataset, notes: Sequence[str]) -> Dataset:
