@@ -54,7 +54,7 @@ def test_fit_says_what_it_understood_and_stores_it(pandas_run):
     run, file, said = pandas_run
     assert said.splitlines()[0] == (
         f"selfnorm: {file}: header: yes, 2 columns; unnamed column 1 counts the rows: left out; "
-        "column '1' is 7.5 in all rows: left out"
+        "column '1' is 7.5 in all training rows: left out"
     )
     stored = read_checkpoint(run / "best.safetensors")
     assert (stored.columns, stored.shape) == (("0", "2"), (2,))

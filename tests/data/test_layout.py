@@ -41,7 +41,7 @@ def test_constant_columns_are_left_out(tmp_path, ending):
     named = ending != "npy"
     assert dataset.columns == (("a", "b") if named else ())
     names = "columns 'k', 'm'" if named else "columns 2, 4"
-    assert dataset.table.describe().endswith(f"2 columns; {names} have the same value in all rows: left out")
+    assert dataset.table.describe().endswith(f"2 columns; {names} have the same value in all training rows: left out")
     with pytest.raises(ValueError, match=rf"the same value in all 32 training rows of column {'.k.' if named else 2}; .*drop"):
         load_dataset(str(path), keep=["k" if named else "2"])
     assert load_dataset(str(path), drop=["k" if named else "2"]).table.constant == ((3, -1.0),)
@@ -50,7 +50,7 @@ def test_constant_columns_are_left_out(tmp_path, ending):
 def test_a_table_of_constants_alone(tmp_path):
     path = write(tmp_path / "table.csv", "a,b", [1] * 9, [2] * 9)
     with pytest.raises(
-        ValueError, match=r"table\.csv: expected columns that vary, got only constant ones: all 9 rows are the same"
+        ValueError, match=r"table\.csv: expected columns that vary, got only constant ones: all 7 training rows are the same"
     ):
         load_dataset(str(path))
 
@@ -80,7 +80,7 @@ def test_a_layout_survives_json():
     assert (LAYOUT.used, LAYOUT.written, LAYOUT.columns) == ((1, 3), (1, 2, 3), ("a", "b"))
     assert LAYOUT.describe() == (
         "header: yes, 2 columns; unnamed column 1 counts the rows: left out; column 'note' dropped: left out; "
-        "column 'k' is 7.5 in all rows: left out"
+        "column 'k' is 7.5 in all training rows: left out"
     )
 
 

@@ -10,7 +10,7 @@ from selfnorm.data import load_dataset, read_examples
 from selfnorm.data.dataset import Dataset
 from selfnorm.data.dependence import dependent_columns, expect_independent
 from selfnorm.data.outliers import describe_outliers, gross_outliers
-from selfnorm.data.prepare import expect_density, note_on_size, prepare
+from selfnorm.data.prepare import expect_density, note_on_size
 from selfnorm.data.resolution import as_resolved, from_origin, origin_of
 
 GENERATOR = np.random.default_rng
@@ -70,10 +70,12 @@ def test_wide_and_narrow_parts_do_not_mix():
         Dataset("mixed", wide, wide, wide.float())
 
 
-@pytest.mark.parametrize(("scale", "message"), [(1e35, r"1e\+35 in column 1"), (1e-35, "e-35 in column 1")])
+@pytest.mark.parametrize(("scale", "message"), [(1e35, r"e\+34 in column 2"), (1e-35, "e-36 in column 2")])
 def test_a_scale_that_float32_cannot_hold_is_refused_by_name(scale, message):
     table = torch.from_numpy(normal(100, 2) * [1, scale])
     with pytest.raises(ValueError, match=r"far: expected columns with a standard deviation from 1e-30 to 1e\+30"):
+        expect_density(Dataset("far", table, table, table))
+    with pytest.raises(ValueError, match=message):
         expect_density(Dataset("far", table, table, table))
     with pytest.raises(ValueError, match="in column 'b'; change its unit"):
         expect_density(Dataset("far", table, table, table, columns=("a", "b")))
@@ -118,6 +120,14 @@ def test_the_duration_is_the_end_less_the_start(span, rows):
     start, duration = 1.7e9 + GENERATOR(0).uniform(0, span, rows), GENERATOR(1).exponential(3000, rows)
     (found,) = dependent_columns(np.column_stack([start, start + duration, duration]))
     assert found.described(LABELS) == "column 'c' is -'a' + 'b'"
+
+
+def test_an_outlier_makes_no_columns_dependent():
+    x = normal(500, 3)
+    x[7, :2] = 1e6, 3e10
+    assert dependent_columns(x) == []
+    (found,) = dependent_columns(np.column_stack([x, x[:, 0] - x[:, 2]]))
+    assert str(found) == "column 4 is column 1 - column 3"
 
 
 def test_a_difference_too_small_to_learn_is_not_called_none():
@@ -248,8 +258,9 @@ def test_set_aside_rows_leave_the_split_of_the_others_as_it_was(tmp_path):
         assert getattr(clean, part).dtype == torch.float32
         assert torch.equal(getattr(clean, part), getattr(dirty, part))
     assert [note for note in dirty.notes if note not in clean.notes] == [
-        "1 of 301 rows set aside, neither trained nor tested on, because they lie far from all others: row 9 (column 0 is 1e+07, "
-        f"others are in [{table[:, 0].min():.4g}, {table[:, 0].max():.4g}]); rows are counted from 0"
+        "1 of 301 rows set aside, neither trained nor tested on, because they lie far from all others: row 9 (column 1 is 1e+07, "
+        f"others are in [{table[:, 0].min():.4g}, {table[:, 0].max():.4g}]); rows are numbered from 0, as `score` numbers them; "
+        "keep them with `--set set_outliers_aside=false`"
     ]
 
 
@@ -258,15 +269,17 @@ def test_many_outliers_are_listed_briefly():
     table[:25] *= 1e6
     found = gross_outliers(table)
     assert len(found) == 25
-    line = describe_outliers(found, len(table), ["'a'", "'b'"])
+    line = describe_outliers(found, len(table), ["'a'", "'b'"], "option")
     assert line.startswith("25 of 3000 rows set aside") and "row 0 ('" in line and "and rows 3, 4, 5" in line and "19, …;" in line
 
 
-def test_grey_levels_are_left_alone():
-    images = torch.zeros(50, 1, 2, 2, dtype=torch.uint8)
+def test_grey_levels_are_left_alone(tmp_path):
+    images = np.zeros((50, 2, 2), np.uint8)
     images[3] = 255
-    same, notes = prepare(images, ())
-    assert same is images and notes == ()
+    np.save(tmp_path / "images.npy", images)
+    dataset = load_dataset(str(tmp_path / "images.npy"), check_dependence=True)
+    assert sum(map(len, (dataset.train, dataset.validation, dataset.test))) == 50
+    assert not any("row" in note or "dependent" in note for note in dataset.notes)
 
 
 # Size

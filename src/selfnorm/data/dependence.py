@@ -20,6 +20,7 @@ MOST_CONFIRMED = 100
 FEWEST_SAMPLED = 2000
 ROUNDS = 4  # of looking for dependences in a sample of the rows and confirming them on all
 BLOCK_COLUMNS, BLOCK_VALUES = 64, 1 << 22
+QUOTES = ("'", '"')
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,9 @@ class Dependence:
         name = namer(labels)
         if len(self.others) > 1 and all(abs(weight + 1) < 1e-3 for weight in self.others.values()):
             listed = _listed([name(index) for index in sorted((self.column, *self.others))])
-            return f"columns {listed.removeprefix('columns ')} always sum to {self.constant:.4g}"
+            return f"{f'columns {listed}' if listed.startswith(QUOTES) else listed} always sum to {self.constant:.4g}"
         of = name(self.column)
-        of = f"{of if of.startswith('column') else f'column {of}'} is{' nearly' if self.nearly else ''}"
+        of = f"{f'column {of}' if of.startswith(QUOTES) else of} is{' nearly' if self.nearly else ''}"
         if len(self.others) > 4:
             return f"{of} a linear combination of {_listed([name(other) for other in self.others])}"
         terms = [f"{'-' if weight < 0 else '+'} {_factor(weight)}{name(other)}" for other, weight in self.others.items()]
@@ -81,6 +82,7 @@ def dependent_columns(x: NDArray[np.floating]) -> list[Dependence]:
             break
         columns.sampled = np.union1d(columns.sampled, worst[:, wrong])  # they show what the sample did not
         found = [each for each, differs in zip(found, wrong, strict=True) if not differs]
+    found = [each for each in found if columns.holds_typically(each)]
     residual, _ = columns.residuals(found)
     return sorted((columns.told(each, float(left)) for each, left in zip(found, residual, strict=True)), key=lambda d: d.column)
 
@@ -172,6 +174,17 @@ class _Columns:
             largest = np.argsort(-left, axis=0)[:few]
             left, rows_left = np.take_along_axis(left, largest, 0), np.take_along_axis(rows_left, largest, 0)
         return np.sqrt(squares / total), rows_left
+
+    def holds_typically(self, found: _Found) -> bool:
+        """Returns whether little is left of the middle half of the rows, too, and not only relative to a few large values."""
+        some = np.asarray(self.x[:: max(1, len(self.x) // 1000)], np.float64)
+        low, high = np.quantile(some[:, found.column], (0.25, 0.75))
+        share = (high - low) / 1.349 / self.spread[found.column]
+        if share <= 0:
+            return True
+        unit = (some - self.centre) / np.where(self.spread > 0, self.spread, 1.0)
+        left = np.median(np.abs(unit[:, found.column] - unit[:, found.others] @ found.weights))
+        return bool(left <= share * _allowed(found.rounding / share))
 
     def told(self, found: _Found, residual: float) -> Dependence:
         """Returns what was found in the units of the columns."""

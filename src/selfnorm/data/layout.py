@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -76,6 +76,11 @@ class TableLayout:
             return self._label(positions[0])
         return _plural(positions) + ", ".join(self._name(position) for position in positions[:MOST_NAMED]) + more
 
+    def without(self, constant: Mapping[int, float]) -> TableLayout:
+        """Returns the layout in which columns of the data, counted among those that are used, are left out as constant."""
+        used = self.used
+        return replace(self, constant=tuple((used[index], value) for index, value in constant.items())) if constant else self
+
     def completed(self, values: NDArray[Any]) -> NDArray[Any]:
         """Returns rows of the data (N, used) with the constant columns inserted, (N, written)."""
         if not self.constant:
@@ -96,9 +101,11 @@ class TableLayout:
                 parts.append(f"{self.labels(positions)} {verb}: left out")
         if len(self.constant) == 1:
             ((position, value),) = self.constant
-            parts.append(f"{self._label(position)} is {value:g} in all rows: left out")
+            parts.append(f"{self._label(position)} is {value:g} in all training rows: left out")
         elif self.constant:
-            parts.append(f"{self.labels([position for position, _ in self.constant])} have the same value in all rows: left out")
+            parts.append(
+                f"{self.labels([position for position, _ in self.constant])} have the same value in all training rows: left out"
+            )
         return "; ".join([*parts, *self.notes])
 
     def facts(self) -> dict[str, Any]:
@@ -172,29 +179,19 @@ def understand(
     return values, replace(layout, notes=tuple(notes))
 
 
-def without_constants(
-    who: str, values: NDArray[Any], layout: TableLayout, keep: Collection[str] = ()
-) -> tuple[NDArray[Any], TableLayout]:
-    """Returns the numbers without the columns that have one value in all rows, and the layout that says so."""
-    if EVERYTHING in keep:
-        return values, layout
-    kept = {position for name in keep for position in _positions_of(who, layout, "keep", name)}
+def kept_columns(who: str, layout: TableLayout, keep: Collection[str]) -> set[int]:
+    """Returns the columns of the data, counted among those that are used, that `keep` names."""
     used = layout.used
-    found = {used[at]: value for at, value in constant_columns(values).items() if used[at] not in kept}
-    if not found:
-        return values, layout
-    if len(found) == len(used):
-        raise ValueError(f"{who}: expected columns that vary, got only constant ones: all {len(values)} rows are the same")
-    return values[:, [at for at, position in enumerate(used) if position not in found]], replace(
-        layout, constant=tuple(found.items())
-    )
+    named = {position for name in keep if name != EVERYTHING for position in _positions_of(who, layout, "keep", name)}
+    return {index for index, position in enumerate(used) if position in named}
 
 
 def constant_columns(values: NDArray[Any]) -> dict[int, float]:
     """Returns the columns of a table (N, D) that have one value in all rows, with that value."""
     few = np.flatnonzero((values[:3] == values[:1]).all(0))  # a look at three rows spares most of a large table
     constant = few[(values[:, few] == values[:1, few]).all(0)]
-    return {int(index): float(values[0, index]) for index in constant}
+    # A constant of 0.1 in float32 is 0.1, and not what it was rounded to.
+    return {int(index): float(str(values[0, index])) for index in constant}
 
 
 def discrete_columns(values: NDArray[Any]) -> dict[int, int]:

@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from selfnorm.data.dependence import namer
+
 LARGEST_ROUNDING = 1e-3  # relative to the spread of a column
 SPREADS = (1e-30, 1e30)  # that float32 can standardise
 
@@ -67,15 +69,18 @@ def from_origin(x: Tensor, origin: Tensor | None) -> Tensor:
     return x if origin is None else (x - origin).float()
 
 
-def expect_spread(who: str, train: Tensor, names: Sequence[str]) -> None:
-    """Raises ValueError, naming the columns, if the standard deviation of real-valued examples is too small or too large."""
+def expect_spread(who: str, train: Tensor, labels: Sequence[str]) -> None:
+    """Raises ValueError, naming the column, if the standard deviation of real-valued examples is too small or too large.
+
+    labels:  what to call each column, as in `Dependence.described`.
+    """
     flat = train.flatten(1).numpy()
     with np.errstate(over="ignore", invalid="ignore"):
         spread = np.array([column.std(dtype=np.float64) for column in flat.T])
         usual = (spread >= SPREADS[0]) & (spread <= SPREADS[1])
     for index in np.flatnonzero(~usual & (flat != flat[0]).any(0))[:1]:  # constants are told of elsewhere
-        name = repr(names[index]) if names else index
+        label = namer(labels)(int(index))
         raise ValueError(
             f"{who}: expected columns with a standard deviation from {SPREADS[0]:g} to {SPREADS[1]:g}, got "
-            f"{spread[index]:.2g} in column {name}; change its unit"
+            f"{spread[index]:.2g} in {label if label.startswith('column') else f'column {label}'}; change its unit"
         )
