@@ -20,6 +20,7 @@ from selfnorm.data.dataset import Dataset
 from selfnorm.data.dependence import expect_independent
 from selfnorm.data.outliers import describe_outliers
 from selfnorm.data.prepare import note_on_constants, prepare
+from selfnorm.data.resolution import expect_distinguishable
 from selfnorm.evaluate.far import scores_of
 from selfnorm.evaluate.likelihood import evaluating
 from selfnorm.flow import Flow, Inverse
@@ -175,6 +176,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
 
         names = getattr(self, "feature_names_in_", [f"x{index}" for index in range(table.shape[1])])
         labels = [repr(str(name)) for name in names]
+        expect_distinguishable("SelfNormDensity", table, labels)
         prepared = prepare(table, split, set_outliers_aside=self.set_outliers_aside, constants_of=())
         self.set_aside_ = np.array([each.row for each in prepared.outliers], np.int64)
         self.constant_columns_ = np.array(list(prepared.constant), np.int64)

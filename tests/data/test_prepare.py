@@ -81,6 +81,25 @@ def test_a_scale_that_float32_cannot_hold_is_refused_by_name(scale, message):
         expect_density(Dataset("far", table, table, table, columns=("a", "b")))
 
 
+@pytest.mark.parametrize("width", [50, 1000])
+@pytest.mark.parametrize("ending", ["npy", "csv", "parquet"])
+def test_times_that_float64_rounds_too_much_are_refused(tmp_path, width, ending):
+    """Of 259 different nanoseconds it kept five."""
+    values = 1_700_000_000_000_000_000 + GENERATOR(0).integers(0, 1000 if ending == "csv" else width, (260, 2))
+    path = tmp_path / f"t.{ending}"
+    if ending == "npy":
+        np.save(path, values)
+    elif ending == "csv":
+        np.savetxt(path, values, "%d", ",", header="a,b", comments="")
+    else:
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(arrow.table({"a": values[:, 0], "b": values[:, 1]}), path)
+    with pytest.raises(ValueError, match=r"float64 can tell apart, .*in column .*multiples of 256; subtract a constant first"):
+        load_dataset(str(path))
+    np.save(tmp_path / "days.npy", values + GENERATOR(0).integers(0, 10**14, (260, 2)))
+    assert len(load_dataset(str(tmp_path / "days.npy")).train) == 208
+
+
 # Dependent columns
 
 

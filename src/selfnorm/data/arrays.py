@@ -14,7 +14,7 @@ from torch import Tensor
 from selfnorm.data.images import IMAGE_SUFFIXES, read_images
 from selfnorm.data.layout import EVERYTHING, TableLayout, understand
 from selfnorm.data.numpy_files import read_numpy
-from selfnorm.data.resolution import as_resolved, centre_and_spread
+from selfnorm.data.resolution import as_resolved, centre_and_spread, expect_distinguishable
 from selfnorm.data.tables import TABLE_SUFFIXES, TEXT_SUFFIXES, ArrayTable, Table, is_table, open_table
 
 IMAGE_CHANNELS = (1, 3, 4)
@@ -103,6 +103,8 @@ def as_examples(who: str, array: NDArray[np.generic], form: Form) -> Tensor:
 def _real(who: str, array: NDArray[np.generic], form: Form) -> NDArray[np.floating]:
     if not (finite := np.isfinite(array)).all():
         raise _not_finite(who, array, finite)
+    if form != "exact":
+        expect_distinguishable(who, array)
     wide = form == "exact" or (form == "stored" and not np.can_cast(array.dtype, np.float32))
     values = np.ascontiguousarray(array, dtype=np.float64) if wide else as_resolved(array)
     if form != "exact" and values.dtype == np.float64:

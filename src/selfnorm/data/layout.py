@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from selfnorm.data.delimited import DelimitedFile
 from selfnorm.data.headers import is_unnamed
 from selfnorm.data.tables import Table
 from selfnorm.runtime.checks import did_you_mean
@@ -18,7 +19,8 @@ from selfnorm.runtime.checks import did_you_mean
 EVERYTHING = "*"  # in `keep`: every column, and every line with a number in it
 MOST_NAMED = 5  # columns in a message
 BLOCK_VALUES = 1 << 24  # to sort at once
-COUNTS, DROPPED = "counts the rows", "dropped"  # reasons to leave out a column
+# Reasons to leave out a column.
+COUNTS, INDEX, DROPPED = "counts the rows", "holds distinct whole numbers, as an index does", "dropped"
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,9 @@ class TableLayout:
         """Returns rows of the data (N, used) with the constant columns inserted, (N, written)."""
         if not self.constant:
             return values
-        whole = np.empty((len(values), self.width), values.dtype)
+        # A constant is written as it was stored, so that a score finds it again: 0.1 in float64 if float32 would round it.
+        rounded = any(float(values.dtype.type(value)) != value for _, value in self.constant)
+        whole = np.empty((len(values), self.width), np.float64 if rounded else values.dtype)
         whole[:, list(self.used)] = values
         for position, value in self.constant:
             whole[:, position] = value
@@ -95,10 +99,11 @@ class TableLayout:
         """Returns one line that says how the table was understood."""
         count = len(self.used)
         parts = [f"header: {'yes' if self.names else 'no'}, {count} column{'s' if count != 1 else ''}"]
-        for reason in (COUNTS, DROPPED):
+        for reason in (COUNTS, INDEX, DROPPED):
             if positions := [position for position, why in self.left_out if why == reason]:
-                verb = reason if len(positions) == 1 else reason.replace("counts", "count")
-                parts.append(f"{self.labels(positions)} {verb}: left out")
+                verb = reason if len(positions) == 1 else reason.replace("counts", "count").replace("holds", "each hold")
+                keep = f"; keep it with --keep {positions[0] + 1}" if reason == INDEX and len(positions) == 1 else ""
+                parts.append(f"{self.labels(positions)} {verb}: left out{keep}")
         if len(self.constant) == 1:
             ((position, value),) = self.constant
             parts.append(f"{self._label(position)} is {value:g} in all training rows: left out")
@@ -148,7 +153,7 @@ def understand(
     """Returns the numbers of a table, (N, used), and its layout.
 
     drop:  columns to leave out, each by its name, or by its number, from 1, if it has none.
-    keep:  columns to keep that would be left out: those without a name that count the rows.
+    keep:  columns to keep that would be left out: an index without a name.
     """
     layout = TableLayout(table.names, table.width)
     dropped, kept = (
@@ -162,15 +167,19 @@ def understand(
         raise ValueError(f"{who}: expected at least one column to use, got none: all of them are dropped")
     values = table.numbers(layout.used)
     notes = ["decimal commas"] if table.decimal_commas else []
+    if isinstance(table, DelimitedFile) and table.pairs_of_whole_numbers:
+        notes.append("if a line such as 12,5 is one number with a decimal comma, write 12.5")
     if len(values) and EVERYTHING not in keep:
         place = {position: at for at, position in enumerate(layout.used)}
-        index = {each for each in _unnamed_first(layout) if each not in kept and _numbers_rows(values[:, place[each]])}
+        found = {each: _as_index(values[:, place[each]]) for each in _unnamed_first(layout) if each not in kept}
+        index = {each: reason for each, reason in found.items() if reason}
         if 0 < len(index) < len(place):
             values = values[:, [at for position, at in place.items() if position not in index]]
-            layout = replace(layout, left_out=tuple(sorted([*layout.left_out, *((each, COUNTS) for each in index)])))
+            layout = replace(layout, left_out=tuple(sorted([*layout.left_out, *index.items()])))
         if counting := [layout.used[at] for at in _counting(values) if layout.used[at] not in kept]:
             verbs = "counts the rows and is" if len(counting) == 1 else "count the rows and are"
-            notes.append(f"{layout.labels(counting)} {verbs} kept: drop what is no measurement")
+            what = "it is only an index" if len(counting) == 1 else "they are only indices"
+            notes.append(f"{layout.labels(counting)} {verbs} kept: use --drop if {what}")
     twice = [name for name, times in Counter(layout.columns).items() if times > 1]
     if twice:
         raise ValueError(
@@ -214,9 +223,11 @@ def _counting(values: NDArray[Any]) -> list[int]:
     return [int(index) for index in few if (np.diff(values[:, index].astype(np.float64)) == 1).all()]
 
 
-def _numbers_rows(column: NDArray[Any]) -> bool:
-    """Returns whether a column holds different whole numbers, as an index does, also one of filtered or shuffled rows."""
-    return bool((column == np.floor(column)).all() and len(np.unique(column)) == len(column))
+def _as_index(column: NDArray[Any]) -> str:
+    """Returns why a column is taken for an index, possibly one of filtered or shuffled rows; empty if it is not."""
+    if not (column == np.floor(column)).all() or len(np.unique(column)) < len(column):
+        return ""
+    return COUNTS if column[0] in (0, 1) and (np.diff(column) == 1).all() else INDEX
 
 
 def _unnamed_first(layout: TableLayout) -> list[int]:

@@ -39,6 +39,29 @@ def as_resolved(x: NDArray[np.generic]) -> NDArray[np.floating]:
     return narrow
 
 
+def expect_distinguishable(who: str, x: NDArray[np.generic], labels: Sequence[str] = ()) -> None:
+    """Raises ValueError, naming the column, if float64 rounds the numbers of x, (N, …), too much, such as times in nanoseconds.
+
+    labels:  what to call each column, as in `Dependence.described`.
+    """
+    if x.dtype.kind not in "iuf" or x.dtype.itemsize < 8 or not x.size:
+        return
+    flat = x.reshape(len(x), -1)
+    far = np.flatnonzero(np.abs(flat[0].astype(np.float64)) > 2.0**40)  # nearer, a spread of one is resolved
+    for index in far:
+        column = flat[:, index]
+        # The distances from the least are exact also for whole numbers that float64 cannot hold.
+        least = column.min()
+        some = (column - least if x.dtype.kind == "f" else (column - least).astype(np.uint64)).astype(np.float64)
+        spread = float(centre_and_spread(some[:, None])[1][0])
+        step = float(np.spacing(np.abs(np.median(column.astype(np.float64)))))
+        if 0 < spread < step / 2 / LARGEST_ROUNDING:
+            raise ValueError(
+                f"{who}: expected numbers that float64 can tell apart, got a spread of {spread:.3g} around {float(least):.6g} in "
+                f"{namer(labels)(int(index))}, where float64 rounds to multiples of {step:.3g}; subtract a constant first"
+            )
+
+
 def centre_and_spread(x: NDArray[np.floating]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Returns the median of each column of x, (N, D), and the standard deviation of a normal column with the same quartiles.
 
