@@ -157,7 +157,7 @@ def test_a_column_that_varies_only_in_held_out_rows_is_constant():
     rows = gaussian(100, 7)
     rows[:, 1] = 0.0
     rows[np.random.RandomState(0).permutation(100)[0], 1] = 1.0  # the first row of the permutation is held out
-    with pytest.warns(UserWarning, match="of 'x1': left out"):
+    with pytest.warns(UserWarning, match="of 'x1': left out.*; 1 of 10 held-out rows differ in 'x1'"):
         model = quick().fit(rows)
     assert np.isinf(model.score_samples(rows)).sum() == 1 and np.isfinite(model.offset_)
 
@@ -165,7 +165,7 @@ def test_a_column_that_varies_only_in_held_out_rows_is_constant():
 def test_columns_that_determine_each_other_are_named():
     rows = gaussian(200, 7)
     table = named(np.column_stack([rows, 2 * rows[:, 0] + 1]), "a", "b", "twice")
-    with pytest.raises(ValueError, match=r"SelfNormDensity: expected columns that do not .*column 'twice' is 2·'a' \+ 1\."):
+    with pytest.raises(ValueError, match=r"SelfNormDensity: expected linearly independent .*column 'twice' is 2·'a' \+ 1\."):
         quick().fit(table)
 
 

@@ -13,11 +13,14 @@ from sklearn.base import BaseEstimator, DensityMixin, OutlierMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor
 
 from selfnorm.bijection import Chain, located
 from selfnorm.data.dataset import Dataset
 from selfnorm.data.dependence import expect_independent
-from selfnorm.data.outliers import describe_outliers, gross_outliers
+from selfnorm.data.outliers import describe_outliers
+from selfnorm.data.prepare import note_on_constants, prepare
+from selfnorm.data.resolution import expect_distinguishable
 from selfnorm.evaluate.far import scores_of
 from selfnorm.evaluate.likelihood import evaluating
 from selfnorm.flow import Flow, Inverse
@@ -45,6 +48,8 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
     patience:               the number of validations without a new best before training stops; there is one validation
                             every 2 % of max_steps.
     contamination:          the fraction of the training rows that `predict` labels as outliers.
+    set_outliers_aside:     whether rows that lie far from all others, at most one in a hundred or three, are left out of training
+                            and validation; they are scored like any others.
     random_state:           the seed for everything: split, weights, order.
     device:                 where to train; the fitted flow scores on the CPU, in float64.
     on_interrupt:           what Ctrl-C does during training: "raise" a KeyboardInterrupt, or "keep" the best flow so far, with a
@@ -76,6 +81,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         validation_fraction: float = 0.1,
         patience: int = 10,
         contamination: float = 0.1,
+        set_outliers_aside: bool = True,
         random_state: Any = None,
         device: str = "cpu",
         on_interrupt: str = "raise",
@@ -89,6 +95,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         self.validation_fraction = validation_fraction
         self.patience = patience
         self.contamination = contamination
+        self.set_outliers_aside = set_outliers_aside
         self.random_state = random_state
         self.device = device
         self.on_interrupt = on_interrupt
@@ -102,60 +109,16 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         if self.on_interrupt not in ("raise", "keep"):
             raise ValueError(f"SelfNormDensity: expected on_interrupt to be raise or keep, got {self.on_interrupt!r}")
         positive_int("SelfNormDensity", "max_steps", self.max_steps)
-        names = list(getattr(self, "feature_names_in_", [f"x{index}" for index in range(table.shape[1])]))
-        kept = self._set_outliers_aside(table, names)
         random = check_random_state(self.random_state)
-        order = random.permutation(len(kept))
-        held_out = max(1, round(self.validation_fraction * len(kept)))
-        kept = kept[order]
-        varying = self._leave_constants_out(kept[held_out:], names)
-        names = [name for name, varies in zip(names, varying, strict=True) if varies]
-        rows = torch.from_numpy(kept[:, varying])
-        expect_independent("SelfNormDensity", rows[held_out:].numpy(), names)
+        train, held_out = self._prepared(table, random)
         # Here, in float64, and not by the recipe: float32 would already have lost the digits of a column such as 1e8 ± 1.
-        standardize = Standardize(rows.shape[1]).double()
+        standardize = Standardize(train.shape[1]).double()
         with located("SelfNormDensity"):
-            standardize.initialize(rows[held_out:])
-        rows = standardize(rows)[0].float()
-        dataset = Dataset("table", rows[held_out:], rows[:held_out], rows[:held_out])
-        recipe = recipe_for("table", dataset.shape, len(dataset.train), self.max_steps, self.batch_size).changed(
-            name="SelfNormDensity",
-            kind=self.kind,
-            standardize=False,
-            reconstruction_weight=self.reconstruction_weight,
-            patience=self.patience,
-            seed=int(random.randint(2**31)),
-        )
-        given: dict[str, Any] = {"layers": self.layers, "learning_rate": self.learning_rate}
-        recipe = recipe.changed(**{name: value for name, value in given.items() if value is not None})
-        trainer = Trainer(recipe, dataset, device=self.device)
-        trainer.start()
-        try:
-            best = trainer.run()
-        except StoppedError as stopped:
-            best = trainer.best()
-            if self.on_interrupt != "keep" or not isinstance(stopped, KeyboardInterrupt) or best.progress["best_nll"] is None:
-                raise
-            warnings.warn(
-                f"SelfNormDensity: {stopped} after {trainer.progress.step} of {trainer.total} steps, so the best weights so far, "
-                f"those after {best.progress['step']} steps, are kept",
-                ConvergenceWarning,
-                stacklevel=2,
-            )
-        except DivergedError:
-            best = trainer.best()
-            if best.progress["best_nll"] is None:  # there was no validation
-                raise
-            warnings.warn(
-                f"SelfNormDensity: training diverged, so the weights after {best.progress['step']} steps are kept; try a "
-                "larger reconstruction_weight or a smaller learning_rate",
-                ConvergenceWarning,
-                stacklevel=2,
-            )
-        learned = best.flow().double()
+            standardize.initialize(train)
+        train, held_out = (standardize(rows)[0].float() for rows in (train, held_out))
+        learned = self._trained(Dataset("table", train, held_out, held_out), int(random.randint(2**31)))
         self.flow_ = Flow(Chain(standardize, learned.bijection), learned.base).eval()
-        self.validation_nll_ = best.progress["best_nll"] - standardize.scale.log().sum().item()  # in X's units
-        self.n_steps_ = trainer.progress.step
+        self.validation_nll_ -= standardize.scale.log().sum().item()  # in X's units
         scores = self._log_prob(table)
         lowest = scores[np.isfinite(scores)].min()
         self.offset_ = float(np.quantile(scores.clip(lowest), self.contamination))
@@ -204,29 +167,75 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         varying[self.constant_columns_] = False
         return varying
 
-    def _set_outliers_aside(self, table: Floats, names: list[str]) -> Floats:
-        """Returns the table without gross outliers, and warns of them."""
-        outliers = gross_outliers(table)
-        self.set_aside_ = np.array([each.row for each in outliers], np.int64)
-        if outliers:
-            told = describe_outliers(outliers, len(table), [repr(name) for name in names])
-            warnings.warn(f"SelfNormDensity: {told}", stacklevel=3)
-        return np.delete(table, self.set_aside_, 0) if outliers else table
+    def _prepared(self, table: Floats, random: np.random.RandomState) -> tuple[Tensor, Tensor]:
+        """Returns the training and the held-out rows without outliers and constant columns, and warns of them."""
 
-    def _leave_constants_out(self, train: Floats, names: list[str]) -> NDArray[np.bool_]:
-        """Returns which columns vary in the training rows, and warns of the others."""
-        constant = (train == train[0]).all(0)
-        told = ", ".join(repr(name) for name, same in zip(names, constant, strict=True) if same)
-        if constant.all():
+        def split(total: int) -> list[NDArray[np.int64]]:
+            held_out = max(1, round(self.validation_fraction * total))
+            return np.split(random.permutation(total), [held_out])[::-1]
+
+        names = getattr(self, "feature_names_in_", [f"x{index}" for index in range(table.shape[1])])
+        labels = [repr(str(name)) for name in names]
+        expect_distinguishable("SelfNormDensity", table, labels)
+        prepared = prepare(table, split, set_outliers_aside=self.set_outliers_aside, constants_of=())
+        self.set_aside_ = np.array([each.row for each in prepared.outliers], np.int64)
+        self.constant_columns_ = np.array(list(prepared.constant), np.int64)
+        self.constant_values_ = np.array(list(prepared.constant.values()))
+        constant, total = ", ".join(labels[index] for index in prepared.constant), len(prepared.parts[0])
+        if not prepared.rows.shape[1]:
             raise ValueError(
-                f"SelfNormDensity: expected columns that vary, got the same value in all {len(train)} training rows of every "
-                f"column ({told}); constants have no density"
+                f"SelfNormDensity: expected columns that vary, got the same value in all {total} training rows of every "
+                f"column ({constant}); constants have no density"
             )
-        self.constant_columns_, self.constant_values_ = np.flatnonzero(constant), train[0, constant]
-        if constant.any():
+        if told := describe_outliers(prepared.outliers, len(table), labels, "set_outliers_aside=False"):
+            warnings.warn(f"SelfNormDensity: {told}", stacklevel=3)
+        if constant:
+            told = note_on_constants(prepared, constant)
             warnings.warn(
-                f"SelfNormDensity: the same value in all {len(train)} training rows of {told}: left out, so that they contribute "
-                "nothing to the likelihood; a row that differs there has the log-likelihood −∞",
+                f"SelfNormDensity: the same value in all {total} training rows of {constant}: left out, so that they contribute "
+                f"nothing to the likelihood; a row that differs there has the log-likelihood −∞{'; ' if told else ''}{told}",
                 stacklevel=3,
             )
-        return ~constant
+        train, held_out = prepared.split(prepared.rows)
+        varying = [label for label, varies in zip(labels, self._varying(), strict=True) if varies]
+        expect_independent("SelfNormDensity", train, varying, "remove {} from X")
+        return torch.from_numpy(train), torch.from_numpy(held_out)
+
+    def _trained(self, dataset: Dataset, seed: int) -> Flow:
+        """Returns the best flow of standardised data, in float64; keeps its validation NLL and the number of steps."""
+        recipe = recipe_for("table", dataset.shape, len(dataset.train), self.max_steps, self.batch_size).changed(
+            name="SelfNormDensity",
+            kind=self.kind,
+            standardize=False,
+            reconstruction_weight=self.reconstruction_weight,
+            patience=self.patience,
+            seed=seed,
+        )
+        given: dict[str, Any] = {"layers": self.layers, "learning_rate": self.learning_rate}
+        recipe = recipe.changed(**{name: value for name, value in given.items() if value is not None})
+        trainer = Trainer(recipe, dataset, device=self.device)
+        trainer.start()
+        try:
+            best = trainer.run()
+        except StoppedError as stopped:
+            best = trainer.best()
+            if self.on_interrupt != "keep" or not isinstance(stopped, KeyboardInterrupt) or best.progress["best_nll"] is None:
+                raise
+            warnings.warn(
+                f"SelfNormDensity: {stopped} after {trainer.progress.step} of {trainer.total} steps, so the best weights so far, "
+                f"those after {best.progress['step']} steps, are kept",
+                ConvergenceWarning,
+                stacklevel=3,
+            )
+        except DivergedError:
+            best = trainer.best()
+            if best.progress["best_nll"] is None:  # there was no validation
+                raise
+            warnings.warn(
+                f"SelfNormDensity: training diverged, so the weights after {best.progress['step']} steps are kept; try a "
+                "larger reconstruction_weight or a smaller learning_rate",
+                ConvergenceWarning,
+                stacklevel=3,
+            )
+        self.validation_nll_, self.n_steps_ = best.progress["best_nll"], trainer.progress.step
+        return best.flow().double()

@@ -71,5 +71,5 @@ def test_recipes_are_shown_in_groups_and_printed_flat():
     groups = re.findall(r"^\[(.*)\]$", ok("recipes", "mnist-glow-snf"), re.MULTILINE)
     assert groups == ["data", "architecture", "objective", "optimiser", "evaluation"]
     flat = json.loads(ok("recipes", "mnist-glow-snf", "--json"))
-    assert (len(flat), flat["data"], flat["weight"], flat["steps"], flat["eval_batch_size"]) == (47, "mnist", 10.0, 16, 500)
-    assert all(len(json.loads(line)) == 47 for line in ok("recipes", "--json").splitlines())
+    assert (len(flat), flat["data"], flat["weight"], flat["steps"], flat["eval_batch_size"]) == (48, "mnist", 10.0, 16, 500)
+    assert all(len(json.loads(line)) == 48 for line in ok("recipes", "--json").splitlines())

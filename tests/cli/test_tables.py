@@ -54,7 +54,7 @@ def test_fit_says_what_it_understood_and_stores_it(pandas_run):
     run, file, said = pandas_run
     assert said.splitlines()[0] == (
         f"selfnorm: {file}: header: yes, 2 columns; unnamed column 1 counts the rows: left out; "
-        "column '1' is 7.5 in all rows: left out"
+        "column '1' is 7.5 in all training rows: left out"
     )
     stored = read_checkpoint(run / "best.safetensors")
     assert (stored.columns, stored.shape) == (("0", "2"), (2,))
@@ -157,7 +157,10 @@ def test_the_decisions_of_fit_can_be_overruled_and_are_settings(tmp_path):
     assert "expected a number" in fails("fit", file, "--run", run)
     result = invoke("fit", file, *TINY, "--drop", "name", "--drop", "b", "--run", run, "-q")
     assert result.exit_code == 0, result.output
-    assert "columns 'name', 'b' dropped: left out; column 'id' counts the rows and is kept: drop what is no" in result.stderr
+    assert (
+        "columns 'name', 'b' dropped: left out; column 'id' counts the rows and is kept: use --drop if it is only an index"
+        in result.stderr
+    )
     recipe = RunFolder(run).read_recipe()
     assert (recipe.data.drop, recipe.data.keep, recipe.data.header) == (("name", "b"), (), None)
     assert read_checkpoint(run / "best.safetensors").columns == ("id", "a")
@@ -220,3 +223,15 @@ def test_a_layout_that_does_not_fit_the_run_is_refused(pandas_run, tmp_path):
         changed = facts | {"table": facts["table"] | table}
         save_file(tensors, tmp_path / "bad.safetensors", metadata={"format": form, "facts": json.dumps(changed)})
         assert "bad.safetensors: expected" in fails("score", tmp_path / "bad.safetensors", file)
+
+
+def test_identifiers_of_any_name_reach_every_format(pandas_run, tmp_path):
+    """An index of texts has no name, and a column may be called as one of the output."""
+    run, _, _ = pandas_run
+    rows = [(f"i{index}", a, b, f"r{index}", f"s{index}") for index, (a, b) in enumerate(VALUES[:4].tolist())]
+    file = write_rows(tmp_path / "new.csv", ",0,2,row,input_row", rows)
+    ok("score", run, file, "-o", tmp_path / "s.npy")
+    table = np.load(tmp_path / "s.npy")
+    assert table["column 1"].tolist() == ["i0", "i1", "i2", "i3"] and table["row"].tolist() == [0, 1, 2, 3]
+    assert table["input_row"].tolist() == ["s0", "s1", "s2", "s3"]
+    assert table["input_input_row"].tolist() == ["r0", "r1", "r2", "r3"]

@@ -103,7 +103,13 @@ def test_an_index_without_a_name_is_left_out(tmp_path, index, index_name, names)
     path = write(tmp_path, frame(FLOATS, names, INDICES[index], index_name=index_name))
     dataset = load_dataset(str(path))
     assert dataset.columns == tuple(map(str, names))
-    assert dataset.table.describe() == "header: yes, 4 columns; unnamed column 1 counts the rows: left out"
+    counts = index in ("from 0", "from 1")
+    said = (
+        "counts the rows: left out"
+        if counts
+        else "holds distinct whole numbers, as an index does: left out; keep it with --keep 1"
+    )
+    assert dataset.table.describe() == f"header: yes, 4 columns; unnamed column 1 {said}"
     kept = load_dataset(str(path), keep=[index_name])
     assert kept.columns == (index_name, *map(str, names))
     assert kept.table.describe() == "header: yes, 5 columns"
@@ -125,7 +131,7 @@ def test_a_column_with_a_name_that_counts_is_kept_with_a_note(tmp_path, start):
     dataset = load_dataset(str(path))
     assert dataset.columns == ("a", "id")
     assert dataset.table.describe() == (
-        "header: yes, 2 columns; column 'id' counts the rows and is kept: drop what is no measurement"
+        "header: yes, 2 columns; column 'id' counts the rows and is kept: use --drop if it is only an index"
     )
     assert load_dataset(str(path), keep=["id"]).table.describe() == "header: yes, 2 columns"
     assert load_dataset(str(path), drop=["id"]).columns == ("a",)
@@ -145,3 +151,19 @@ def test_a_parquet_index_is_left_out(tmp_path):
     dataset = load_dataset(str(tmp_path / "table.parquet"))
     assert dataset.columns == ("a", "b")
     assert dataset.table.describe() == "header: yes, 2 columns; unnamed column 3 counts the rows: left out"
+
+
+@pytest.mark.parametrize(("first", "header"), [('"2.55e-02","-1.5"', False), ('"7","3"', True), ('"7","a"', True)])
+def test_quoted_numbers_are_names_only_if_they_are_whole(tmp_path, first, header):
+    (tmp_path / "t.csv").write_text(f"{first}\n" + "1.5,2.5\n" * 8)
+    examples, names = read_examples(tmp_path / "t.csv")
+    assert (bool(names), len(examples)) == (header, 8 if header else 9)
+
+
+@pytest.mark.parametrize("lines", [["\t", "a\tb", "1\t2", "3\t4"], ["a\tb", "\t", "1\t2"], ["1\t2", "3\t4", "\t"]])
+def test_a_line_of_tabs_is_a_row_of_empty_cells(tmp_path, lines):
+    """As a line of commas is, and not a blank line."""
+    for name, separator in (("t.tsv", "\t"), ("t.csv", "\t"), ("c.csv", ",")):
+        (tmp_path / name).write_text("\n".join(lines).replace("\t", separator) + "\n")
+        with pytest.raises(ValueError, match=r"expected a number in every cell"):
+            read_examples(tmp_path / name)

@@ -41,7 +41,7 @@ def test_constant_columns_are_left_out(tmp_path, ending):
     named = ending != "npy"
     assert dataset.columns == (("a", "b") if named else ())
     names = "columns 'k', 'm'" if named else "columns 2, 4"
-    assert dataset.table.describe().endswith(f"2 columns; {names} have the same value in all rows: left out")
+    assert dataset.table.describe().endswith(f"2 columns; {names} have the same value in all training rows: left out")
     with pytest.raises(ValueError, match=rf"the same value in all 32 training rows of column {'.k.' if named else 2}; .*drop"):
         load_dataset(str(path), keep=["k" if named else "2"])
     assert load_dataset(str(path), drop=["k" if named else "2"]).table.constant == ((3, -1.0),)
@@ -50,7 +50,7 @@ def test_constant_columns_are_left_out(tmp_path, ending):
 def test_a_table_of_constants_alone(tmp_path):
     path = write(tmp_path / "table.csv", "a,b", [1] * 9, [2] * 9)
     with pytest.raises(
-        ValueError, match=r"table\.csv: expected columns that vary, got only constant ones: all 9 rows are the same"
+        ValueError, match=r"table\.csv: expected columns that vary, got only constant ones: all 7 training rows are the same"
     ):
         load_dataset(str(path))
 
@@ -80,7 +80,7 @@ def test_a_layout_survives_json():
     assert (LAYOUT.used, LAYOUT.written, LAYOUT.columns) == ((1, 3), (1, 2, 3), ("a", "b"))
     assert LAYOUT.describe() == (
         "header: yes, 2 columns; unnamed column 1 counts the rows: left out; column 'note' dropped: left out; "
-        "column 'k' is 7.5 in all rows: left out"
+        "column 'k' is 7.5 in all training rows: left out"
     )
 
 
@@ -183,3 +183,57 @@ def test_missing_and_repeated_columns_are_named(tmp_path):
         matched(write(tmp_path / "t.csv", "a,k", [1], [7.5]))
     with pytest.raises(ValueError, match=r"t\.csv: expected each column once, got 'a' more than once"):
         matched(write(tmp_path / "t.csv", "a,a,b", [1], [7.5], [2]))
+
+
+def test_constants_are_compared_as_they_are_stored(tmp_path):
+    layout = TableLayout(("a", "k"), 2, (), ((1, 123456789.0),))
+    path = write(tmp_path / "t.csv", "a,k", [1, 2, 3], [123456789, 123456790, 123456789.5])
+    assert read_matching(path, layout).differs == ["", "k", "k"]
+    layout = replace(layout, constant=((1, 0.1),))
+    path = write(tmp_path / "t.csv", "a,k", [1, 2], [0.1, "0.100000001"])
+    assert read_matching(path, layout).differs == ["", "k"]
+    np.save(tmp_path / "t.npy", np.array([[1, 0.1], [2, 0.2]], np.float32))
+    assert read_matching(tmp_path / "t.npy", layout).differs == ["", "k"]
+    samples = layout.completed(np.ones((2, 1), np.float32))
+    assert samples.dtype == np.float64 and samples[:, 1].tolist() == [0.1, 0.1]
+    assert replace(layout, constant=((1, 7.5),)).completed(np.ones((2, 1), np.float32)).dtype == np.float32
+    np.save(tmp_path / "narrow.npy", np.column_stack([VALUES[:, 0], np.full(40, 0.1)]).astype(np.float32))
+    assert load_dataset(str(tmp_path / "narrow.npy")).table.constant == ((1, 0.1),)
+
+
+def test_columns_of_text_are_named_even_without_a_name_of_their_own(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text(",a,x,x,b\nu,1,p,q,2\nv,3,r,s,4\n")
+    layout = TableLayout(("a", "b"), 2)
+    assert read_matching(path, layout).carried == {
+        "column 1": ["u", "v"],
+        "x (column 3)": ["p", "r"],
+        "x (column 4)": ["q", "s"],
+    }
+    with pytest.raises(ValueError, match=r"expected --id to name one column, got 'x', the name of columns 3, 4"):
+        read_matching(path, layout, ["x"])
+
+
+@pytest.mark.parametrize(
+    ("index", "says"),
+    [
+        (range(40), "unnamed column 1 counts the rows: left out"),
+        (range(1, 41), "unnamed column 1 counts the rows: left out"),
+        (
+            range(7, 287, 7),
+            "unnamed column 1 holds distinct whole numbers, as an index does: left out; keep it with --keep 1",
+        ),
+    ],
+)
+def test_what_is_said_of_an_index_is_true(tmp_path, index, says):
+    path = write(tmp_path / "t.csv", ",a,b", index, *VALUES.T)
+    assert load_dataset(str(path)).table.describe() == f"header: yes, 2 columns; {says}"
+    assert load_dataset(str(path), keep=["1"]).columns[1:] == ("a", "b")
+
+
+def test_one_column_of_decimal_commas_is_pointed_out(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("\n".join(f"{row},{5 + row % 4}" for row in random.integers(0, 99, 40)) + "\n")
+    assert load_dataset(str(path)).table.describe() == (
+        "header: no, 2 columns; if a line such as 12,5 is one number with a decimal comma, write 12.5"
+    )

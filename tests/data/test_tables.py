@@ -134,11 +134,15 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
         read_examples(table(tmp_path, "", "table.parquet"))
 
 
-def test_a_column_that_is_constant_in_the_training_rows_alone_is_named(tmp_path):
+def test_a_column_that_is_constant_in_the_training_rows_alone_is_left_out(tmp_path):
+    """The estimator leaves it out, too. A held-out row that differs has no finite likelihood, which a note says."""
     held_out = np.random.RandomState(0).permutation(20)[-1]  # a row of the test part
     path = table(tmp_path, "a,b\n" + "".join(f"{row},{5 + (row == held_out)}\n" for row in range(20)))
-    with pytest.raises(ValueError, match=r"table\.csv: .*the same value in all 16 training rows of column 'b'; .*remove it"):
-        load_dataset(str(path))
+    dataset = load_dataset(str(path))
+    assert (dataset.columns, dataset.table.constant) == (("a",), ((1, 5.0),)) and len(dataset.test) == 2
+    assert any(note.startswith("1 of 4 held-out rows differ in column 'b', constant in the") for note in dataset.notes)
+    with pytest.raises(ValueError, match=r"table\.csv: .*the same value in all 16 training rows of column 'b'; .*leave it out"):
+        load_dataset(str(path), keep=["b"])
     assert load_dataset(str(path), drop=["b"]).columns == ("a",)
 
 

@@ -91,7 +91,7 @@ def _text(content: bytes) -> tuple[str | None, bool]:
 def _separator(text: str, name: str) -> str:
     if ".tsv" in name:
         return "\t"
-    line = next((line for line in io.StringIO(text, newline="") if line.strip()), "")
+    line = next((line for line in io.StringIO(text, newline="") if line.strip()), "")  # also one of tabs, where tabs separate
     return next((separator for separator in ";,\t" if separator in line), ",")
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import selfnorm
 from selfnorm.data import load_dataset
@@ -115,3 +117,36 @@ def test_verbs_accept_the_run(name, tmp_path):
     assert read_checkpoint(tmp_path / "mended.safetensors").recipe == RECIPE
     ok("sample", BEFORE / name, "-n", "4", "-o", tmp_path / "samples.png")
     assert (tmp_path / "samples.png").exists()
+
+
+def as_stored_earlier(run):
+    """Changes a run on a table to what earlier versions stored, which knew none of these settings."""
+    settings = ("header", "drop", "keep", "set_outliers_aside")
+    recipe = run / "recipe.toml"
+    kept = [line for line in recipe.read_text().splitlines() if line.removeprefix("# ").split(" ")[0] not in settings]
+    recipe.write_text("\n".join(kept) + "\n")
+    for name in ("best", "last"):
+        with safe_open(run / f"{name}.safetensors", framework="pt") as stored:
+            tensors = {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
+            facts, form = json.loads(stored.metadata()["facts"]), stored.metadata()["format"]
+        del facts["table"]
+        for setting in settings:
+            del facts["recipe"]["data"][setting]
+        save_file(tensors, run / f"{name}.safetensors", metadata={"format": form, "facts": json.dumps(facts)})
+
+
+def test_runs_on_tables_with_outliers_find_their_data_again(tmp_path):
+    """Earlier versions trained on all rows, in float32, which an outlier made seem enough."""
+    rows = np.random.default_rng(0).normal([0, 1e6], size=(200, 2))
+    rows[5] = [1e5, 1e10]
+    file, run = tmp_path / "t.npy", tmp_path / "run"
+    np.save(file, rows.astype(np.float32))
+    ok("fit", file, "--set", "epochs=2", "--set", "layers=1", "--set", "set_outliers_aside=false", "--run", run, "-q")
+    before = ok("eval", run)
+    np.save(file, rows)
+    assert load_dataset(str(file)).train.dtype == torch.float64
+    as_stored_earlier(run)
+    assert ok("eval", run) == before
+    assert "test NLL" in ok("train", "--resume", run, "-q")
+    (run / "result.json").unlink()
+    assert "test NLL" in ok("train", "--resume", run, "-q") and ok("eval", run) == before

@@ -147,6 +147,7 @@ ADDED = {
     "header": ("data.header", False),
     "drop": ("data.drop", ("id", 'a "b", c')),
     "keep": ("data.keep", ("0",)),
+    "set_outliers_aside": ("data.set_outliers_aside", False),
 }
 # What a file means that does not name them.
 EARLIER = {"inverse_likelihood": True}
@@ -268,6 +269,8 @@ def test_a_single_column_needs_no_list():
 
 
 def test_files_of_earlier_versions_keep_every_column_of_the_users_own_table():
-    assert from_toml('name = "mine"\n[data]\nsource = "table.csv"\n', "here").data.keep == ("*",)
+    older = from_toml('name = "mine"\n[data]\nsource = "table.csv"\n', "here").data
+    assert older.keep == ("*",) and not older.set_outliers_aside
+    assert from_toml(to_toml(Recipe("mine").changed(source="table.csv")), "here").data.set_outliers_aside
     assert from_toml('name = "mine"\n[data]\nsource = "moons"\n', "here").data.keep == ()
     assert from_toml(to_toml(Recipe("mine").changed(source="table.csv")), "here").data.keep == ()

@@ -129,7 +129,9 @@ def fit(
     ] = None,
     keep: Annotated[
         list[str] | None,
-        typer.Option(metavar="COLUMN", help="Keep a column that would be left out, as those that count the rows; repeatable."),
+        typer.Option(
+            metavar="COLUMN", help="Keep a column that would be left out, such as an index or a constant column; repeatable."
+        ),
     ] = None,
     run: RunFolderOption = None,
     device: Device = "auto",

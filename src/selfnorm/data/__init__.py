@@ -7,14 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from selfnorm.data import cifar10, imagenet32, mnist, small
-from selfnorm.data.arrays import _examples, read_examples, read_values
+from selfnorm.data.arrays import as_examples, read_examples, read_values
 from selfnorm.data.dataset import Dataset, permutation
-from selfnorm.data.layout import EVERYTHING, TableLayout, constant_columns, without_constants
+from selfnorm.data.dependence import dependence_fault, expect_independent
+from selfnorm.data.layout import EVERYTHING, TableLayout, constant_columns, kept_columns
 from selfnorm.data.locate import OnProgress
-from selfnorm.data.prepare import prepare, with_notes
+from selfnorm.data.outliers import describe_outliers
+from selfnorm.data.prepare import Prepared, note_on_constants, prepare, with_notes
+from selfnorm.data.resolution import as_resolved
 from selfnorm.runtime.checks import did_you_mean
 
 __all__ = ["NAMES", "Dataset", "load_dataset", "read_examples", "reads_folder"]
@@ -24,6 +27,7 @@ _LOADERS: dict[str, Callable[[str | Path | None, OnProgress | None], Dataset]] =
     "cifar10": cifar10.load_cifar10,
     "imagenet32": imagenet32.load_imagenet32,
 }
+KEEP_ROWS = "`--set set_outliers_aside=false`"
 NAMES: tuple[str, ...] = ("digits", *_LOADERS, *small.TOYS)
 
 
@@ -40,6 +44,8 @@ def load_dataset(
     header: bool | None = None,
     drop: Sequence[str] = (),
     keep: Sequence[str] = (),
+    set_outliers_aside: bool = True,
+    check_dependence: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Dataset:
     """Returns a built-in data set, given one of `NAMES`, or your own, given the path of a file or of a folder of images.
@@ -49,9 +55,11 @@ def load_dataset(
                   downloaded on first use.
     levels:       the number of grey levels in your own 8-bit images, if not 256.
     header:       whether the first line of your own text file holds names; by default decided by what the lines look like.
-    drop, keep:   columns of your own table to leave out, and to keep where they would be left out: columns without a name that
-                  count the rows, and columns with one value in all rows. Each by name, or by number, from 1, where there are no
-                  names. keep=["*"] keeps all of them, and reads a first line with a number in it as data.
+    drop, keep:   columns of your own table to leave out, and to keep where they would be left out: an index without a name, and
+                  columns with one value in all training rows. Each by name, or by number, from 1, where there are no names.
+                  keep=["*"] keeps all of them and all rows, and reads a first line with a number in it as data.
+    set_outliers_aside:  whether to leave out rows of your own data that lie far from all others (`gross_outliers`).
+    check_dependence:    whether to raise ValueError if columns of your own table are linear functions of others.
     on_progress:  called as on_progress(what, done, total) during a download or a conversion; total may be None.
 
     Your own examples are split 80/10/10, always in the same way. A built-in name takes precedence over a file of that name:
@@ -80,40 +88,75 @@ def load_dataset(
             f"load_dataset: expected one of {', '.join(NAMES)}, or the path of a file or of a folder of images, "
             f"got {name!r}, which is neither{did_you_mean(name.lower(), NAMES)}"
         )
-    return _load_own_examples(path, levels, header, drop, keep)
+    return _load_own_examples(path, levels, header, drop, keep, set_outliers_aside, check_dependence)
 
 
-def _load_own_examples(path: Path, levels: int | None, header: bool | None, drop: Sequence[str], keep: Sequence[str]) -> Dataset:
+def _load_own_examples(
+    path: Path,
+    levels: int | None,
+    header: bool | None,
+    drop: Sequence[str],
+    keep: Sequence[str],
+    set_outliers_aside: bool,
+    check_dependence: bool,
+) -> Dataset:
+    who = str(path)
     values, table = read_values(path, header, drop, keep)
-    total = len(values) if values.ndim else 0
     if levels is not None and (values.ndim < 3 or values.dtype != np.uint8):
         raise ValueError(
             f"{path}: expected no levels for real numbers, got levels={levels}; only integer images have levels: "
             "an image folder, or a uint8 array of shape (N, H, W), (N, C, H, W) or (N, H, W, C)"
         )
-    if table is not None and total >= 4:
-        values, table = without_constants(str(path), values, table, keep)
-    examples, notes = prepare(_examples(str(path), values), table.columns if table is not None else ())
-    total = len(examples)
-    if total < 4:
-        raise ValueError(f"{path}: expected at least 4 examples to split into training, validation and test, got {total}")
+    examples = as_examples(who, values, "stored")
+    if len(examples) < 4:
+        raise ValueError(f"{path}: expected at least 4 examples to split into training, validation and test, got {len(examples)}")
     if examples.dtype == torch.uint8:
-        levels = 256 if levels is None else levels
-    held_out = max(1, total // 10)
-    order = torch.from_numpy(permutation(total))
-    train, validation, test = order.split([total - 2 * held_out, held_out, held_out])
-    columns = table.columns if table is not None else ()
+        train, validation, test = (examples[torch.from_numpy(part)] for part in _split(len(examples)))
+        return with_notes(Dataset(path.resolve().name, train, validation, test, 256 if levels is None else levels), ())
+    prepared = prepare(
+        examples.numpy(),
+        _split,
+        set_outliers_aside=set_outliers_aside and EVERYTHING not in keep,
+        constants_of=None if table is None or EVERYTHING in keep else kept_columns(who, table, keep),
+    )
+    del values, examples
+    labels = _entry_labels(prepared.rows.shape[1:])
+    notes = [describe_outliers(prepared.outliers, prepared.total, table.short_labels if table else labels, KEEP_ROWS)]
     if table is not None:
-        _expect_variety(path, examples[train], table)
-    parts = (examples[train], examples[validation], examples[test])
-    return with_notes(Dataset(path.resolve().name, *parts, levels, columns, table), notes)
+        table = _without_constants(path, table, prepared)
+        notes.append(note_on_constants(prepared, table.labels([position for position, _ in table.constant])))
+        labels = table.short_labels
+    if check_dependence:
+        fitted = prepared.rows[prepared.parts[0]].reshape(len(prepared.parts[0]), -1)
+        if table is not None:
+            expect_independent(path.name, fitted, labels, "leave out {} (`--drop` of `selfnorm fit`, `drop` in Python)")
+        elif told := dependence_fault(fitted, labels)[0]:
+            notes.append(f"linearly dependent entries: {told}; their likelihood has no bound, so compare it with care")
+    train, validation, test = map(torch.from_numpy, prepared.split(as_resolved(prepared.rows)))
+    columns = table.columns if table is not None else ()
+    return with_notes(Dataset(path.resolve().name, train, validation, test, None, columns, table), notes)
 
 
-def _expect_variety(path: Path, train: Tensor, table: TableLayout) -> None:
-    """Raises ValueError, naming the columns, if the training rows of a table have constant columns, which have no density."""
-    if constant := constant_columns(train.numpy()):
-        names = table.labels([table.used[index] for index in constant])
+def _split(total: int) -> list[NDArray[np.int64]]:
+    held_out = max(1, total // 10)
+    return np.split(permutation(total), [total - 2 * held_out, total - held_out])
+
+
+def _without_constants(path: Path, table: TableLayout, prepared: Prepared) -> TableLayout:
+    """Returns the layout without the constant columns; raises ValueError, naming the columns, if that leaves none to train on."""
+    count = len(prepared.parts[0])
+    if not prepared.rows.shape[1]:
+        raise ValueError(f"{path}: expected columns that vary, got only constant ones: all {count} training rows are the same")
+    table = table.without(prepared.constant)
+    if kept := constant_columns(prepared.rows[prepared.parts[0]]):
+        names = table.labels([table.used[index] for index in kept])
         raise ValueError(
-            f"{path}: expected columns that vary, got the same value in all {len(train)} training rows of {names}; a "
-            "constant has no density: remove it, or leave it out with drop"
+            f"{path}: expected columns that vary, got the same value in all {count} training rows of {names}; a constant has no "
+            "density: leave it out with drop, or do not keep it"
         )
+    return table
+
+
+def _entry_labels(shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Returns what a message calls the entries of an array, from 1 along each axis."""
+    return tuple(f"entry ({', '.join(str(at + 1) for at in place)})" for place in np.ndindex(shape))

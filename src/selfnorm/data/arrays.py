@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,10 +14,11 @@ from torch import Tensor
 from selfnorm.data.images import IMAGE_SUFFIXES, read_images
 from selfnorm.data.layout import EVERYTHING, TableLayout, understand
 from selfnorm.data.numpy_files import read_numpy
-from selfnorm.data.resolution import as_resolved, centre_and_spread
+from selfnorm.data.resolution import as_resolved, centre_and_spread, expect_distinguishable
 from selfnorm.data.tables import TABLE_SUFFIXES, TEXT_SUFFIXES, ArrayTable, Table, is_table, open_table
 
 IMAGE_CHANNELS = (1, 3, 4)
+Form = Literal["exact", "stored", "resolved"]
 
 
 def read_examples(
@@ -32,11 +33,11 @@ def read_examples(
 
     header:  whether the first line of a text file holds names; by default decided by what the lines look like.
     drop:    columns of a table to leave out, by name, or by number, from 1, where there are no names.
-    keep:    columns to keep that would be left out: those without a name that count the rows.
+    keep:    columns to keep that would be left out: an index without a name.
     """
     path = Path(path).expanduser()
     values, layout = read_values(path, header, drop, keep)
-    return _examples(str(path), values, exact), layout.columns if layout else ()
+    return as_examples(str(path), values, "exact" if exact else "resolved"), layout.columns if layout else ()
 
 
 def read_values(
@@ -76,12 +77,16 @@ def is_image_path(path: Path) -> bool:
     return path.is_dir() or path.suffix.lower() in IMAGE_SUFFIXES
 
 
-def _examples(who: str, array: NDArray[np.generic], exact: bool = False) -> Tensor:
-    """Returns the array as examples: uint8 images if it is uint8 with three or four axes, else real numbers."""
+def as_examples(who: str, array: NDArray[np.generic], form: Form) -> Tensor:
+    """Returns the array as examples: uint8 images if it is uint8 with three or four axes, else real numbers.
+
+    form:  of real numbers. "exact": float64. "stored": float32 if that holds every number of the array's type, else float64.
+           "resolved": float32 if that resolves the numbers (`as_resolved`), else float64.
+    """
     if array.ndim == 0 or array.size == 0:
         raise ValueError(f"{who}: expected at least one example, as an array of shape (N, …), got shape {array.shape}")
     if array.ndim < 3 or array.dtype.kind == "f":
-        values = _real(who, array, exact)
+        values = _real(who, array, form)
         return torch.from_numpy(values[:, None] if array.ndim == 1 else values)
     if array.dtype != np.uint8 or array.ndim > 4:
         raise ValueError(
@@ -95,12 +100,14 @@ def _examples(who: str, array: NDArray[np.generic], exact: bool = False) -> Tens
     return torch.from_numpy(np.ascontiguousarray(array))
 
 
-def _real(who: str, array: NDArray[np.generic], exact: bool) -> NDArray[np.floating]:
-    """Returns the numbers in float64 if `exact`, else in the type that resolves them."""
+def _real(who: str, array: NDArray[np.generic], form: Form) -> NDArray[np.floating]:
     if not (finite := np.isfinite(array)).all():
         raise _not_finite(who, array, finite)
-    values = np.ascontiguousarray(array, dtype=np.float64) if exact else as_resolved(array)
-    if not exact and values.dtype == np.float64:
+    if form != "exact":
+        expect_distinguishable(who, array)
+    wide = form == "exact" or (form == "stored" and not np.can_cast(array.dtype, np.float32))
+    values = np.ascontiguousarray(array, dtype=np.float64) if wide else as_resolved(array)
+    if form != "exact" and values.dtype == np.float64:
         centre, _ = centre_and_spread(values.reshape(len(values), -1))
         if (far := np.abs(centre) > np.finfo(np.float32).max).any():  # single values beyond may be outliers
             held = np.abs(values) <= np.finfo(np.float32).max

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -56,6 +56,12 @@ class Dataset:
     def shape(self) -> tuple[int, ...]:
         """The shape of one example."""
         return tuple(self.train.shape[1:])
+
+    def narrowed(self) -> Dataset:
+        """Returns the data set in float32, as earlier versions read all real numbers."""
+        if self.train.dtype != torch.float64:
+            return self
+        return replace(self, train=self.train.float(), validation=self.validation.float(), test=self.test.float())
 
     def __post_init__(self) -> None:
         who = f"Dataset({self.name!r})"

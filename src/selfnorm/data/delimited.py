@@ -41,7 +41,12 @@ class DelimitedFile:
             lines = _first_lines(stream)
             if not lines:
                 raise ValueError(f"{path}: expected at least one row of numbers, got none")
-            self._separator = "\t" if ".tsv" in path.name.lower()[-7:] else _separator_of(lines)
+            is_tsv = path.name.lower().removesuffix(".gz").endswith(".tsv")
+            self._separator = "\t" if is_tsv else _separator_of([line for line in lines if line.strip()] or lines)
+            # A line of tabs alone is a row of empty cells where tabs separate, and blank elsewhere.
+            lines = lines if self._separator == "\t" else [line for line in lines if line.strip()]
+            if not lines:
+                raise ValueError(f"{path}: expected at least one row of numbers, got none")
             first, *below = _records(lines, self._separator)
         quoted = len(lines) > 1 and '"' not in lines[1] and all_quoted(lines[0], self._separator)
         cells = [cell.strip() for cell in first]
@@ -58,7 +63,8 @@ class DelimitedFile:
         self.names: tuple[str, ...] = tuple(cells) if header else ()
         self.width = len(first)
         rows = [row for row in (below if header else [first, *below]) if len(row) == self.width]
-        if not header and self._separator == "," and self.width == 2 and _may_be_decimals(rows):
+        self.pairs_of_whole_numbers = not header and self._separator == "," and self.width == 2 and _are_whole_pairs(rows)
+        if self.pairs_of_whole_numbers and any(len(decimals) > 1 and decimals[0] == "0" for _, decimals in rows):
             raise ValueError(
                 f"{path}: expected numbers with decimal points, got lines as {','.join(first)}, where the comma may be a decimal "
                 "comma; write points, or a line of names if these are two columns"
@@ -84,10 +90,14 @@ class DelimitedFile:
                 return values
         raise self._first_error(positions)
 
-    def texts(self, position: int) -> list[str]:
-        """Returns the cells of a column as they are written."""
+    def texts(self, positions: Sequence[int]) -> list[list[str]]:
+        """Returns the cells of some columns as they are written, a list for each."""
+        found: list[list[str]] = [[] for _ in positions]
         with self._rows() as rows:
-            return [row[position].strip() for _, row in rows]
+            for _, row in rows if positions else ():
+                for cells, position in zip(found, positions, strict=True):
+                    cells.append(row[position].strip())
+        return found
 
     @property
     def _commas(self) -> bool:
@@ -132,7 +142,7 @@ class DelimitedFile:
                 next(row for row in reader if row)
             lines = self._with_points(stream, columns) if commas else stream
             try:
-                first = next((line for line in lines if line.strip()), "")
+                first = next((line for line in lines if line.strip() or self._separator in line), "")
                 values = np.loadtxt(
                     chain([first], lines), comments=None, delimiter=self._separator, quotechar='"', ndmin=2, usecols=columns
                 )
@@ -196,11 +206,11 @@ class _Unpacked(io.RawIOBase):
 
 
 def _first_lines(stream: TextIO) -> list[str]:
-    """Returns the first lines that are not blank."""
+    """Returns the first lines that hold more than spaces."""
     lines: list[str] = []
     characters = 0
     for line in stream:
-        if line.strip():
+        if line.strip(" \r\n"):
             lines.append(line)
             characters += len(line)
             if len(lines) >= SAMPLE_LINES or (len(lines) > 2 and characters > SAMPLE_CHARACTERS):
@@ -229,11 +239,9 @@ def _separator_of(lines: Sequence[str]) -> str:
     return max(",;\t", key=fit)
 
 
-def _may_be_decimals(rows: Sequence[Sequence[str]]) -> bool:
-    """Returns whether rows of two whole numbers look like one number with a decimal comma: 0,05 among them."""
-    return all(WHOLE.fullmatch(whole) and decimals.isdecimal() for whole, decimals in rows) and any(
-        len(decimals) > 1 and decimals[0] == "0" for _, decimals in rows
-    )
+def _are_whole_pairs(rows: Sequence[Sequence[str]]) -> bool:
+    """Returns whether all rows are two whole numbers, which may be one number with a decimal comma."""
+    return all(WHOLE.fullmatch(whole) and decimals.isdecimal() for whole, decimals in rows)
 
 
 def _fits_float32(values: NDArray[np.float64]) -> bool:

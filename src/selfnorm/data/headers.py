@@ -33,8 +33,9 @@ def is_unnamed(name: str) -> bool:
 def is_header(first: Sequence[str], below: Sequence[Sequence[str]], *, quoted: bool = False, commas: bool = False) -> bool:
     """Returns whether the first line of a table is its header, judged by the lines below it.
 
-    A line without any number is one, and so is a line of quoted cells above lines without quotes. Numbers are names if they count
-    the columns, as the default names of pandas do, and the values below do not look like a continuation:
+    A line without any number is one, and so is a line of quoted cells above lines without quotes, if all its numbers are whole.
+    Numbers are names, too, if they count the columns, as the default names of pandas do, and the values below do not look like a
+    continuation:
 
     from 0:           three columns or more; fewer only above columns of which each is all whole or all not, and one is not.
     from elsewhere:   three columns or more, above numbers that are all not whole.
@@ -46,10 +47,12 @@ def is_header(first: Sequence[str], below: Sequence[Sequence[str]], *, quoted: b
     cells = [cell.strip() for cell in first]
     numeric = [index for index, cell in enumerate(cells) if is_number(cell, commas)]
     named = [index for index, cell in enumerate(cells) if cell and index not in set(numeric)]
-    if not numeric or quoted:
-        return bool(named or numeric)
+    if not numeric:
+        return bool(named)
     if not all(WHOLE.fullmatch(cells[index]) for index in numeric):
         return False
+    if quoted:
+        return True
     counted = [int(cells[index]) for index in numeric if len(cells[index]) < 10]
     if len(counted) < len(numeric) or any(after != before + 1 for before, after in pairwise(counted)):
         return False

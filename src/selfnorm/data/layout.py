@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from selfnorm.data.delimited import DelimitedFile
 from selfnorm.data.headers import is_unnamed
 from selfnorm.data.tables import Table
 from selfnorm.runtime.checks import did_you_mean
@@ -18,7 +19,8 @@ from selfnorm.runtime.checks import did_you_mean
 EVERYTHING = "*"  # in `keep`: every column, and every line with a number in it
 MOST_NAMED = 5  # columns in a message
 BLOCK_VALUES = 1 << 24  # to sort at once
-COUNTS, DROPPED = "counts the rows", "dropped"  # reasons to leave out a column
+# Reasons to leave out a column.
+COUNTS, INDEX, DROPPED = "counts the rows", "holds distinct whole numbers, as an index does", "dropped"
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,11 @@ class TableLayout:
         """The names of the columns that are data."""
         return self.names_of(self.used)
 
+    @property
+    def short_labels(self) -> tuple[str, ...]:
+        """What a list in a message calls each column of the data: its name in quotes, or "column 3", the number in the file."""
+        return tuple(repr(name) if (name := (*self.names, *[""] * self.width)[at]) else f"column {at + 1}" for at in self.used)
+
     def names_of(self, positions: Iterable[int]) -> tuple[str, ...]:
         """Returns the names at some positions, if there are names."""
         return tuple(self.names[position] for position in positions) if self.names else ()
@@ -71,11 +78,18 @@ class TableLayout:
             return self._label(positions[0])
         return _plural(positions) + ", ".join(self._name(position) for position in positions[:MOST_NAMED]) + more
 
+    def without(self, constant: Mapping[int, float]) -> TableLayout:
+        """Returns the layout in which columns of the data, counted among those that are used, are left out as constant."""
+        used = self.used
+        return replace(self, constant=tuple((used[index], value) for index, value in constant.items())) if constant else self
+
     def completed(self, values: NDArray[Any]) -> NDArray[Any]:
         """Returns rows of the data (N, used) with the constant columns inserted, (N, written)."""
         if not self.constant:
             return values
-        whole = np.empty((len(values), self.width), values.dtype)
+        # A constant is written as it was stored, so that a score finds it again: 0.1 in float64 if float32 would round it.
+        rounded = any(float(values.dtype.type(value)) != value for _, value in self.constant)
+        whole = np.empty((len(values), self.width), np.float64 if rounded else values.dtype)
         whole[:, list(self.used)] = values
         for position, value in self.constant:
             whole[:, position] = value
@@ -85,15 +99,18 @@ class TableLayout:
         """Returns one line that says how the table was understood."""
         count = len(self.used)
         parts = [f"header: {'yes' if self.names else 'no'}, {count} column{'s' if count != 1 else ''}"]
-        for reason in (COUNTS, DROPPED):
+        for reason in (COUNTS, INDEX, DROPPED):
             if positions := [position for position, why in self.left_out if why == reason]:
-                verb = reason if len(positions) == 1 else reason.replace("counts", "count")
-                parts.append(f"{self.labels(positions)} {verb}: left out")
+                verb = reason if len(positions) == 1 else reason.replace("counts", "count").replace("holds", "each hold")
+                keep = f"; keep it with --keep {positions[0] + 1}" if reason == INDEX and len(positions) == 1 else ""
+                parts.append(f"{self.labels(positions)} {verb}: left out{keep}")
         if len(self.constant) == 1:
             ((position, value),) = self.constant
-            parts.append(f"{self._label(position)} is {value:g} in all rows: left out")
+            parts.append(f"{self._label(position)} is {value:g} in all training rows: left out")
         elif self.constant:
-            parts.append(f"{self.labels([position for position, _ in self.constant])} have the same value in all rows: left out")
+            parts.append(
+                f"{self.labels([position for position, _ in self.constant])} have the same value in all training rows: left out"
+            )
         return "; ".join([*parts, *self.notes])
 
     def facts(self) -> dict[str, Any]:
@@ -136,7 +153,7 @@ def understand(
     """Returns the numbers of a table, (N, used), and its layout.
 
     drop:  columns to leave out, each by its name, or by its number, from 1, if it has none.
-    keep:  columns to keep that would be left out: those without a name that count the rows.
+    keep:  columns to keep that would be left out: an index without a name.
     """
     layout = TableLayout(table.names, table.width)
     dropped, kept = (
@@ -150,15 +167,19 @@ def understand(
         raise ValueError(f"{who}: expected at least one column to use, got none: all of them are dropped")
     values = table.numbers(layout.used)
     notes = ["decimal commas"] if table.decimal_commas else []
+    if isinstance(table, DelimitedFile) and table.pairs_of_whole_numbers:
+        notes.append("if a line such as 12,5 is one number with a decimal comma, write 12.5")
     if len(values) and EVERYTHING not in keep:
         place = {position: at for at, position in enumerate(layout.used)}
-        index = {each for each in _unnamed_first(layout) if each not in kept and _numbers_rows(values[:, place[each]])}
+        found = {each: _as_index(values[:, place[each]]) for each in _unnamed_first(layout) if each not in kept}
+        index = {each: reason for each, reason in found.items() if reason}
         if 0 < len(index) < len(place):
             values = values[:, [at for position, at in place.items() if position not in index]]
-            layout = replace(layout, left_out=tuple(sorted([*layout.left_out, *((each, COUNTS) for each in index)])))
+            layout = replace(layout, left_out=tuple(sorted([*layout.left_out, *index.items()])))
         if counting := [layout.used[at] for at in _counting(values) if layout.used[at] not in kept]:
             verbs = "counts the rows and is" if len(counting) == 1 else "count the rows and are"
-            notes.append(f"{layout.labels(counting)} {verbs} kept: drop what is no measurement")
+            what = "it is only an index" if len(counting) == 1 else "they are only indices"
+            notes.append(f"{layout.labels(counting)} {verbs} kept: use --drop if {what}")
     twice = [name for name, times in Counter(layout.columns).items() if times > 1]
     if twice:
         raise ValueError(
@@ -167,29 +188,19 @@ def understand(
     return values, replace(layout, notes=tuple(notes))
 
 
-def without_constants(
-    who: str, values: NDArray[Any], layout: TableLayout, keep: Collection[str] = ()
-) -> tuple[NDArray[Any], TableLayout]:
-    """Returns the numbers without the columns that have one value in all rows, and the layout that says so."""
-    if EVERYTHING in keep:
-        return values, layout
-    kept = {position for name in keep for position in _positions_of(who, layout, "keep", name)}
+def kept_columns(who: str, layout: TableLayout, keep: Collection[str]) -> set[int]:
+    """Returns the columns of the data, counted among those that are used, that `keep` names."""
     used = layout.used
-    found = {used[at]: value for at, value in constant_columns(values).items() if used[at] not in kept}
-    if not found:
-        return values, layout
-    if len(found) == len(used):
-        raise ValueError(f"{who}: expected columns that vary, got only constant ones: all {len(values)} rows are the same")
-    return values[:, [at for at, position in enumerate(used) if position not in found]], replace(
-        layout, constant=tuple(found.items())
-    )
+    named = {position for name in keep if name != EVERYTHING for position in _positions_of(who, layout, "keep", name)}
+    return {index for index, position in enumerate(used) if position in named}
 
 
 def constant_columns(values: NDArray[Any]) -> dict[int, float]:
     """Returns the columns of a table (N, D) that have one value in all rows, with that value."""
     few = np.flatnonzero((values[:3] == values[:1]).all(0))  # a look at three rows spares most of a large table
     constant = few[(values[:, few] == values[:1, few]).all(0)]
-    return {int(index): float(values[0, index]) for index in constant}
+    # A constant of 0.1 in float32 is 0.1, and not what it was rounded to.
+    return {int(index): float(str(values[0, index])) for index in constant}
 
 
 def discrete_columns(values: NDArray[Any]) -> dict[int, int]:
@@ -212,9 +223,11 @@ def _counting(values: NDArray[Any]) -> list[int]:
     return [int(index) for index in few if (np.diff(values[:, index].astype(np.float64)) == 1).all()]
 
 
-def _numbers_rows(column: NDArray[Any]) -> bool:
-    """Returns whether a column holds different whole numbers, as an index does, also one of filtered or shuffled rows."""
-    return bool((column == np.floor(column)).all() and len(np.unique(column)) == len(column))
+def _as_index(column: NDArray[Any]) -> str:
+    """Returns why a column is taken for an index, possibly one of filtered or shuffled rows; empty if it is not."""
+    if not (column == np.floor(column)).all() or len(np.unique(column)) < len(column):
+        return ""
+    return COUNTS if column[0] in (0, 1) and (np.diff(column) == 1).all() else INDEX
 
 
 def _unnamed_first(layout: TableLayout) -> list[int]:

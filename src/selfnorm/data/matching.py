@@ -70,20 +70,21 @@ def _matched(path: Path, table: Table, layout: TableLayout, ids: Sequence[str]) 
     constant = [(position, value) for position, value in layout.constant if position in places]
     needed = [*used, *(places[position] for position, _ in constant)]
     numbers = table.numbers(needed)
-    carried = {_name_of_id(path, table, name): table.texts(_position_of_id(path, table, name)) for name in ids}
-    for position in table.text_columns if table.names else ():
-        if position not in needed:
-            carried.setdefault(table.names[position], table.texts(position))
+    identifying = [_position_of_id(path, table, name) for name in ids]
+    if table.names:
+        identifying += [position for position in table.text_columns if position not in needed]
+    identifying = list(dict.fromkeys(identifying))
+    carried = dict(zip(_names_of(table, identifying), table.texts(identifying), strict=True))
     differs = None
     if constant:
         differs = [""] * len(numbers)
         for (position, value), found in zip(constant, numbers[:, len(used) :].T, strict=True):
-            # To the precision of float32, since samples are written with it.
-            for row in np.flatnonzero(found.astype(np.float32) != np.float32(value)):
+            narrow = found.dtype.kind == "f" and found.dtype.itemsize < 8  # then the file's value is a rounded one
+            for row in np.flatnonzero(found != (found.dtype.type(value) if narrow else value)):
                 name = layout.names[position] if layout.names else str(position + 1)
                 differs[row] += f", {name}" if differs[row] else name
     values = numbers[:, : len(used)] if constant else numbers
-    return MatchedRows(values, carried, differs, _say(table, layout, by_name, places, set(needed), set(carried)))
+    return MatchedRows(values, carried, differs, _say(table, layout, by_name, places, {*needed, *identifying}))
 
 
 def _places_by_name(path: Path, table: Table, layout: TableLayout) -> dict[int, int]:
@@ -118,24 +119,35 @@ def _list(names: Sequence[str]) -> str:
 
 
 def _position_of_id(path: Path, table: Table, name: str) -> int:
-    if name in table.names:
-        return table.names.index(name)
+    if found := [position for position, known in enumerate(table.names) if known == name]:
+        if len(found) > 1:
+            numbers = ", ".join(str(position + 1) for position in found)
+            raise ValueError(
+                f"{path}: expected --id to name one column, got {name!r}, the name of columns {numbers}; rename them"
+            )
+        return found[0]
     if not table.names and name.isdecimal() and 0 < int(name) <= table.width:
         return int(name) - 1
     known = _list([repr(each) for each in table.names]) if table.names else f"a number from 1 to {table.width}"
     raise ValueError(f"{path}: expected --id to name a column, {known}, got {name!r}")
 
 
-def _name_of_id(path: Path, table: Table, name: str) -> str:
-    return name if table.names else f"column {_position_of_id(path, table, name) + 1}"
+def _names_of(table: Table, positions: Sequence[int]) -> list[str]:
+    """Returns what the output calls the columns: their names, with their numbers where they have none or share one."""
+    times = Counter(table.names[position] for position in positions) if table.names else Counter[str]()
+    names = [table.names[position] if table.names else "" for position in positions]
+    return [
+        name if name and times[name] == 1 else f"{name} (column {position + 1})" if name else f"column {position + 1}"
+        for name, position in zip(names, positions, strict=True)
+    ]
 
 
-def _say(table: Table, layout: TableLayout, by_name: bool, places: dict[int, int], needed: set[int], carried: set[str]) -> str:
+def _say(table: Table, layout: TableLayout, by_name: bool, places: dict[int, int], needed: set[int]) -> str:
     parts = []
     if not by_name and layout.names and not isinstance(table, ArrayTable):  # arrays never have names
         parts.append("columns matched by position, not by name")
     if by_name:
-        extra = [name for place, name in enumerate(table.names) if place not in needed and name not in carried]
+        extra = [name for place, name in enumerate(table.names) if place not in needed]
         left_out = {layout.names[position] for position, _ in layout.left_out}
         if extra := [name for name in extra if name not in left_out]:
             parts.append(f"ignored: {_list([repr(name) for name in extra])}")

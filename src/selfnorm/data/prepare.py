@@ -3,48 +3,96 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from selfnorm.data.dataset import Dataset
-from selfnorm.data.dependence import expect_independent
-from selfnorm.data.outliers import describe_outliers, gross_outliers
-from selfnorm.data.resolution import as_resolved, expect_spread
+from selfnorm.data.layout import constant_columns
+from selfnorm.data.outliers import Outlier, gross_outliers
+from selfnorm.data.resolution import expect_spread
 
 FEW_EXAMPLES = 30  # whose mean log-likelihood is still off by a fifth of the standard deviation
 ROWS_PER_COLUMN = 10
 
 
-def prepare(examples: Tensor, columns: Sequence[str]) -> tuple[Tensor, tuple[str, ...]]:
-    """Returns the examples without gross outliers, in float32 if that resolves what is left, and lines about what was done.
+@dataclass(frozen=True)
+class Prepared:
+    """Rows that can be trained and tested on.
 
-    Grey levels stay as they are.
+    rows:       without outliers and constant columns, in the order of the file.
+    parts:      the places of each part in them; the training rows come first.
+    outliers:   the rows that were set aside.
+    constant:   the columns with one value in all training rows, with that value.
+    differing:  how many of the other rows have another value in one of these columns.
     """
-    if examples.dtype == torch.uint8:
-        return examples, ()
-    outliers = gross_outliers(examples.flatten(1).numpy())
-    note = describe_outliers(outliers, len(examples), [repr(name) for name in columns])
-    if outliers:
-        keep = torch.ones(len(examples), dtype=torch.bool)
-        keep[[each.row for each in outliers]] = False
-        examples = examples[keep]
-    return torch.from_numpy(as_resolved(examples.numpy())), (note,) if note else ()
+
+    rows: NDArray[Any]
+    parts: tuple[NDArray[np.int64], ...]
+    outliers: list[Outlier]
+    constant: dict[int, float]
+    differing: int
+
+    @property
+    def total(self) -> int:
+        """The number of rows of the file."""
+        return len(self.rows) + len(self.outliers)
+
+    def split(self, rows: NDArray[Any]) -> list[NDArray[Any]]:
+        """Returns the parts of the rows, given in any type."""
+        return [rows[part] for part in self.parts]
+
+
+def prepare(
+    values: NDArray[np.floating],
+    split: Callable[[int], Sequence[NDArray[np.int64]]],
+    *,
+    set_outliers_aside: bool = True,
+    constants_of: Container[int] | None = None,
+) -> Prepared:
+    """Sets gross outliers aside, splits the other rows, and leaves out the columns that are constant in the training rows.
+
+    values:        (N, D), or (N, …), of which no entry is left out.
+    split:         from a number of rows to the places of the training rows, and of each other part.
+    constants_of:  the columns to keep although they are constant; None for all.
+    """
+    flat = values.reshape(len(values), -1)
+    outliers = gross_outliers(flat) if set_outliers_aside else []
+    rows = np.delete(values, [each.row for each in outliers], 0) if outliers else values
+    train, *others = split(len(rows))
+    if constants_of is None or values.ndim != 2:
+        return Prepared(rows, (train, *others), outliers, {}, 0)
+    constant = {index: value for index, value in constant_columns(rows[train]).items() if index not in constants_of}
+    which = list(constant)
+    differing = int((rows[np.concatenate(others)][:, which] != rows[train[0], which]).any(1).sum()) if constant else 0
+    rows = np.delete(rows, which, 1) if constant else rows
+    return Prepared(rows, (train, *others), outliers, constant, differing)
+
+
+def note_on_constants(prepared: Prepared, what: str) -> str:
+    """Returns a line about held-out rows that differ in a constant column; empty if there are none."""
+    if not prepared.differing:
+        return ""
+    held_out = sum(map(len, prepared.parts[1:]))
+    return (
+        f"{prepared.differing} of {held_out} held-out rows differ in {what}, constant in the training rows: their log-likelihood "
+        "is −∞, and the validation and test likelihoods are those of the other columns"
+    )
 
 
 def expect_density(dataset: Dataset) -> None:
-    """Raises ValueError, naming the columns, if real-valued data has no density that a flow can learn."""
+    """Raises ValueError, naming the columns, if real-valued data has a scale that float32 cannot hold."""
     if dataset.levels is None:
-        expect_spread(dataset.name, dataset.train, dataset.columns)
-        expect_independent(dataset.name, dataset.train.flatten(1).numpy(), dataset.columns)
+        labels = dataset.table.short_labels if dataset.table is not None else tuple(map(repr, dataset.columns))
+        expect_spread(dataset.name, dataset.train, labels)
 
 
 def with_notes(dataset: Dataset, notes: Sequence[str]) -> Dataset:
-    """Returns the data set with these notes, and one on its size if it is small."""
-    size = note_on_size(dataset)
-    return replace(dataset, notes=(*dataset.notes, *notes, *([size] if size else [])))
+    """Returns the data set with those of the notes that are not empty, and one on its size if it is small."""
+    return replace(dataset, notes=(*dataset.notes, *filter(None, (*notes, note_on_size(dataset)))))
 
 
 def note_on_size(dataset: Dataset) -> str:
@@ -59,7 +107,10 @@ def note_on_size(dataset: Dataset) -> str:
         )
     if held_out < FEW_EXAMPLES:
         error = f"{1 / math.sqrt(held_out):.2g} times the spread of a single one's"
-        return f"{sizes}: the mean likelihood of so few has a standard error of about {error}, so trust it little; use more"
+        return (
+            f"{sizes}: the mean likelihood of so few has a standard error of about {error}; treat it as a rough estimate, or use "
+            "more examples"
+        )
     if tabular and rows < ROWS_PER_COLUMN * width:
         return f"{sizes}, for {width} columns: expect overfitting; use more rows or fewer columns"
     return ""

@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from selfnorm.data.dependence import namer
+
 LARGEST_ROUNDING = 1e-3  # relative to the spread of a column
 SPREADS = (1e-30, 1e30)  # that float32 can standardise
 
@@ -35,6 +37,29 @@ def as_resolved(x: NDArray[np.generic]) -> NDArray[np.floating]:
             if ((lost > LARGEST_ROUNDING * np.maximum(spread, np.abs(block - centre))) & (spread > 0)).any():
                 return wide
     return narrow
+
+
+def expect_distinguishable(who: str, x: NDArray[np.generic], labels: Sequence[str] = ()) -> None:
+    """Raises ValueError, naming the column, if float64 rounds the numbers of x, (N, …), too much, such as times in nanoseconds.
+
+    labels:  what to call each column, as in `Dependence.described`.
+    """
+    if x.dtype.kind not in "iuf" or x.dtype.itemsize < 8 or not x.size:
+        return
+    flat = x.reshape(len(x), -1)
+    far = np.flatnonzero(np.abs(flat[0].astype(np.float64)) > 2.0**40)  # nearer, a spread of one is resolved
+    for index in far:
+        column = flat[:, index]
+        # The distances from the least are exact also for whole numbers that float64 cannot hold.
+        least = column.min()
+        some = (column - least if x.dtype.kind == "f" else (column - least).astype(np.uint64)).astype(np.float64)
+        spread = float(centre_and_spread(some[:, None])[1][0])
+        step = float(np.spacing(np.abs(np.median(column.astype(np.float64)))))
+        if 0 < spread < step / 2 / LARGEST_ROUNDING:
+            raise ValueError(
+                f"{who}: expected numbers that float64 can tell apart, got a spread of {spread:.3g} around {float(least):.6g} in "
+                f"{namer(labels)(int(index))}, where float64 rounds to multiples of {step:.3g}; subtract a constant first"
+            )
 
 
 def centre_and_spread(x: NDArray[np.floating]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -67,15 +92,18 @@ def from_origin(x: Tensor, origin: Tensor | None) -> Tensor:
     return x if origin is None else (x - origin).float()
 
 
-def expect_spread(who: str, train: Tensor, names: Sequence[str]) -> None:
-    """Raises ValueError, naming the columns, if the standard deviation of real-valued examples is too small or too large."""
+def expect_spread(who: str, train: Tensor, labels: Sequence[str]) -> None:
+    """Raises ValueError, naming the column, if the standard deviation of real-valued examples is too small or too large.
+
+    labels:  what to call each column, as in `Dependence.described`.
+    """
     flat = train.flatten(1).numpy()
     with np.errstate(over="ignore", invalid="ignore"):
         spread = np.array([column.std(dtype=np.float64) for column in flat.T])
         usual = (spread >= SPREADS[0]) & (spread <= SPREADS[1])
     for index in np.flatnonzero(~usual & (flat != flat[0]).any(0))[:1]:  # constants are told of elsewhere
-        name = repr(names[index]) if names else index
+        label = namer(labels)(int(index))
         raise ValueError(
             f"{who}: expected columns with a standard deviation from {SPREADS[0]:g} to {SPREADS[1]:g}, got "
-            f"{spread[index]:.2g} in column {name}; change its unit"
+            f"{spread[index]:.2g} in {label if label.startswith('column') else f'column {label}'}; change its unit"
         )

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from selfnorm.data.delimited import FLOAT32_MAX, DelimitedFile
 from selfnorm.data.locate import require_module
+from selfnorm.data.resolution import expect_distinguishable
 from selfnorm.data.safe_files import STANDARD_INPUT, expect_fits_memory, expect_regular
 
 TEXT_SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
@@ -33,8 +34,8 @@ class Table(Protocol):
     def numbers(self, positions: Sequence[int]) -> NDArray[Any]:
         """Returns the numbers of some columns, (N, columns); raises ValueError that says where there is none."""
 
-    def texts(self, position: int) -> list[str]:
-        """Returns the cells of a column as text."""
+    def texts(self, positions: Sequence[int]) -> list[list[str]]:
+        """Returns the cells of some columns as text, a list for each."""
 
 
 def open_table(path: Path, header: bool | None = None, numeric_names: bool = True, expected: Collection[str] = ()) -> Table:
@@ -63,8 +64,8 @@ class ArrayTable:
     def numbers(self, positions: Sequence[int]) -> NDArray[Any]:
         return self._values if list(positions) == list(range(self.width)) else self._values[:, list(positions)]
 
-    def texts(self, position: int) -> list[str]:
-        return [str(value) for value in self._values[:, position].tolist()]
+    def texts(self, positions: Sequence[int]) -> list[list[str]]:
+        return [[str(value) for value in self._values[:, position].tolist()] for position in positions]
 
 
 class ParquetFile:
@@ -96,9 +97,8 @@ class ParquetFile:
             self._fill(values[:, index], column, f"column {self.names[position]!r}")
         return values
 
-    def texts(self, position: int) -> list[str]:
-        (column,) = self._columns([position])
-        return ["" if value is None else str(value) for value in column.to_pylist()]
+    def texts(self, positions: Sequence[int]) -> list[list[str]]:
+        return [["" if value is None else str(value) for value in column.to_pylist()] for column in self._columns(positions)]
 
     def _fill(self, values: NDArray[np.float64], column: Any, name: str) -> None:
         if column.null_count:
@@ -107,6 +107,8 @@ class ParquetFile:
                 f"{self.path}: expected no empty cells, got {column.null_count}, the first in {name}, row {row}, counted from 0"
             )
         numbers = column.to_numpy()
+        if numbers.dtype.kind in "iu":
+            expect_distinguishable(str(self.path), numbers, [name])
         values[:] = numbers
         if not (finite := np.abs(values) <= FLOAT32_MAX).all():  # False for NaN too
             row = int(finite.argmin())

@@ -54,8 +54,7 @@ def start_run(
     on_profile:  called before training with the time that each part of a step takes.
     """
     recipe = with_absolute_data_path(recipe)
-    dataset = dataset_of(recipe, on_progress)
-    expect_density(dataset)
+    dataset = dataset_of(recipe, on_progress, is_new=True)
     memory = PeakMemory(device)
     trainer = Trainer(recipe, dataset, device=device, folder=RunFolder(path), report=report, save_every=save_every)
     with _new_run(trainer):
@@ -79,8 +78,7 @@ def start_runs(
     Returns a result, or the error of a diverged run, for each recipe. Peak memory is unknown, because the runs share it.
     """
     recipes = [with_absolute_data_path(recipe) for recipe in recipes]
-    dataset = dataset_of(recipes[0], on_progress)
-    expect_density(dataset)
+    dataset = dataset_of(recipes[0], on_progress, is_new=True)
     trainers = [
         Trainer(recipe, dataset, device=device, folder=RunFolder(path), report=report, save_every=save_every)
         for recipe, path, report in zip(recipes, paths, reports, strict=True)
@@ -182,11 +180,14 @@ def _resumed_run(
     kept = stored.data.folder if reads_folder(stored.data.source) else None  # older runs stored it for any data
     recipe = stored.changed(folder=data_dir or kept, on_divergence=on_divergence or stored.optimiser.on_divergence)
     dataset = dataset_of(recipe, on_progress)
-    trainer = Trainer(recipe, dataset, device=device, folder=folder, report=report, save_every=save_every)
     with folder.locked():
         folder.remove_partial_files()
-        if folder.last.exists():
-            source, checkpoint = checkpoint_to_resume(folder)
+        found = checkpoint_to_resume(folder) if folder.last.exists() else None
+        if found and "data.origin" not in found[1].tensors:
+            dataset = dataset.narrowed()
+        trainer = Trainer(recipe, dataset, device=device, folder=folder, report=report, save_every=save_every)
+        if found:
+            source, checkpoint = found
             with located(str(source)):
                 _expect_same_recipe_and_data(checkpoint, recipe, dataset)
             trainer.best()  # raises if it is damaged: now, not after the training
@@ -219,11 +220,25 @@ def with_absolute_data_path(recipe: Recipe) -> Recipe:
     return recipe.changed(source=str(own.resolve())) if recipe.data.source not in NAMES and own.exists() else recipe
 
 
-def dataset_of(recipe: Recipe, on_progress: OnProgress | None = None) -> Dataset:
-    """Returns the data set that a recipe names."""
+def dataset_of(recipe: Recipe, on_progress: OnProgress | None = None, *, is_new: bool = False) -> Dataset:
+    """Returns the data set that a recipe names.
+
+    is_new:  whether a new run is to be trained on it; then data without a density that a flow can learn raise ValueError.
+    """
     data = recipe.data
     table: dict[str, Any] = {"header": data.header, "drop": data.drop, "keep": data.keep}
-    return load_dataset(data.source, data.folder, levels=data.levels, **table, on_progress=on_progress)
+    dataset = load_dataset(
+        data.source,
+        data.folder,
+        levels=data.levels,
+        **table,
+        set_outliers_aside=data.set_outliers_aside,
+        check_dependence=is_new,
+        on_progress=on_progress,
+    )
+    if is_new:
+        expect_density(dataset)
+    return dataset
 
 
 def _finish_run(trainer: Trainer, memory: PeakMemory | None) -> Result:

@@ -51,7 +51,14 @@ class Scores:
         }
         if self.differs is not None:
             own["differs"] = self.differs
-        columns = {f"input_{name}" if name in own else name: texts for name, texts in self.carried.items()} | own
+        carried: dict[str, Sequence[Any]] = {}
+        for name, texts in self.carried.items():
+            if name in own:
+                name = f"input_{name}"
+                while name in own or name in self.carried:
+                    name = f"input_{name}"
+            carried[name] = texts
+        columns = carried | own
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 

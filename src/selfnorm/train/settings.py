@@ -22,8 +22,8 @@ LONGEST = 20_000  # characters; tomllib takes time and memory quadratic in the l
 # What files mean that lack a setting because they are older, if that is not its default: earlier versions trained with the
 # paper's objective.
 OLDER_DEFAULTS = {"objective.inverse_likelihood": True}
-# The same for the user's own tables, of which earlier versions used every column.
-OLDER_TABLE_DEFAULTS = {"data.keep": (EVERYTHING,)}
+# The same for the user's own data, of which earlier versions used every column and every row.
+OLDER_DATA_DEFAULTS = {"data.keep": (EVERYTHING,), "data.set_outliers_aside": False}
 
 
 def override(recipe: Recipe, settings: Iterable[str]) -> Recipe:
@@ -71,7 +71,7 @@ def from_mapping(values: Mapping[str, Any], where: str) -> Recipe:
     if unknown or "name" not in read:
         wrong = f"unknown {', '.join(sorted(unknown))}" if unknown else "no name"
         raise ValueError(f"{where}: expected a recipe with the settings {', '.join(TYPES)}, got {wrong}")
-    older = OLDER_DEFAULTS if read.get("data.source", NAMES[0]) in NAMES else OLDER_DEFAULTS | OLDER_TABLE_DEFAULTS
+    older = OLDER_DEFAULTS if read.get("data.source", NAMES[0]) in NAMES else OLDER_DEFAULTS | OLDER_DATA_DEFAULTS
     with located(where):
         return Recipe(read.pop("name")).changed(**(older | read))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from selfnorm.bijection import located
 from selfnorm.data import reads_folder
-from selfnorm.data.arrays import _examples
+from selfnorm.data.arrays import as_examples
 from selfnorm.data.batches import Examples, generator_for
 from selfnorm.data.dataset import fingerprint
 from selfnorm.data.layout import EVERYTHING, TableLayout
@@ -61,6 +61,7 @@ class Trained:
         recipe = self.checkpoint.recipe
         stored = recipe.data.folder if reads_folder(recipe.data.source) else None  # older runs stored it for any data
         dataset = dataset_of(recipe.changed(folder=data_dir or stored))
+        dataset = dataset if "data.origin" in self.checkpoint.tensors else dataset.narrowed()
         self._check_shape(dataset.train, recipe.data.source)
         if fingerprint(dataset) != self.checkpoint.data:
             raise ValueError(f"{recipe.data.source}: expected the data that {self.path} was trained with, got other data there")
@@ -129,7 +130,7 @@ class Trained:
         recipe = self.checkpoint.recipe
         numeric_names = recipe.data.header is not False and EVERYTHING not in recipe.data.keep
         matched = read_matching(file, self.layout, ids, numeric_names)
-        table = self._unflattened(_examples(str(file), matched.values, exact=True), file)
+        table = self._unflattened(as_examples(str(file), matched.values, "exact"), file)
         self._check_shape(table, str(file))
         levels = self.checkpoint.levels
         if levels is not None and int(table.max()) >= levels:
