@@ -235,3 +235,21 @@ def test_identifiers_of_any_name_reach_every_format(pandas_run, tmp_path):
     assert table["column 1"].tolist() == ["i0", "i1", "i2", "i3"] and table["row"].tolist() == [0, 1, 2, 3]
     assert table["input_row"].tolist() == ["s0", "s1", "s2", "s3"]
     assert table["input_input_row"].tolist() == ["r0", "r1", "r2", "r3"]
+
+
+def test_a_guess_on_the_first_line_is_said_and_can_be_overruled(tmp_path):
+    np.save(tmp_path / "t.npy", VALUES.repeat(2, axis=1)[:, :3] + np.random.default_rng(0).normal(size=(80, 3)))
+    run = tmp_path / "run"
+    ok("fit", tmp_path / "t.npy", *TINY, "--run", run, "-q")
+    file = write_rows(tmp_path / "new.csv", "0,1,2", [(0.5, 0.25, 1.5), (0.75, 0.5, 2.5)])
+    result = invoke("score", run, file)
+    assert len(read_csv(result.stdout)) == 2
+    assert "the numbers of the first line (0, 1, 2) are read as names: use --no-header if they are a row" in result.stderr
+    overruled = invoke("score", run, file, "--no-header")
+    assert len(read_csv(overruled.stdout)) == 3 and overruled.stderr == ""
+    assert "expected no header option" in fails("score", run, tmp_path / "t.npy", "--header")
+    ok("fit", tmp_path / "t.npy", *TINY, "--keep", "*", "--run", tmp_path / "kept", "-q")
+    result = invoke("score", tmp_path / "kept", file)
+    assert len(read_csv(result.stdout)) == 3
+    assert "the numbers of the first line (0, 1, 2) are read as a row: use --header if they are names" in result.stderr
+    assert len(read_csv(ok("score", tmp_path / "kept", file, "--header"))) == 2

@@ -175,7 +175,10 @@ def test_names_that_are_numbers_are_found_again(tmp_path):
     assert len(matched(write(path, "0,1", *zip(*whole, strict=True)), TableLayout((), 2), numeric_names=False).values) == 4
     found = matched(write(path, "0,1,2", a := [0.5, 1.5], a, a), TableLayout(("a", "b", "c"), 3))
     assert found.values.tolist() == [[0.5] * 3, [1.5] * 3]
-    assert found.understood == "columns matched by position, not by name"
+    assert found.understood == (
+        "the numbers of the first line (0, 1, 2) are read as names: use --no-header if they are a row; "
+        "columns matched by position, not by name"
+    )
 
 
 def test_missing_and_repeated_columns_are_named(tmp_path):

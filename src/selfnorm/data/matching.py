@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfnorm.data.arrays import is_image_path, open_examples
+from selfnorm.data.delimited import DelimitedFile
 from selfnorm.data.images import image_files
 from selfnorm.data.layout import TableLayout
 from selfnorm.data.tables import ArrayTable, Table
@@ -36,22 +37,25 @@ class MatchedRows:
     understood: str = ""
 
 
-def read_matching(path: Path, layout: TableLayout, ids: Sequence[str] = (), numeric_names: bool = True) -> MatchedRows:
+def read_matching(
+    path: Path, layout: TableLayout, ids: Sequence[str] = (), numeric_names: bool = True, header: bool | None = None
+) -> MatchedRows:
     """Returns the rows of a file for a run whose training data had this layout.
 
     Columns are matched by name where both have names, else by position. A file without the columns that the layout leaves out
     will do as well. The columns `ids`, and columns of text, are carried along; all others are ignored.
 
     numeric_names:  if False, a line with a number in it is no header, unless it holds the names of the training data.
+    header:         whether the first line of a text file holds names; None to decide by what it holds.
     """
     if is_image_path(path):
         if ids:
             raise ValueError(f"{path}: expected a table for --id, got images; their file names identify them")
         files = [str(file.relative_to(path)) for file in image_files(path)] if path.is_dir() else [path.name]
-        images = open_examples(path)
+        images = open_examples(path, header)
         assert isinstance(images, np.ndarray)
         return MatchedRows(images, {"file": files})
-    table = open_examples(path, numeric_names=numeric_names, expected=layout.columns)
+    table = open_examples(path, header, numeric_names=numeric_names, expected=layout.columns)
     if isinstance(table, np.ndarray):
         if ids:
             raise ValueError(f"{path}: expected a table for --id, got an array of shape {table.shape}")
@@ -144,6 +148,9 @@ def _names_of(table: Table, positions: Sequence[int]) -> list[str]:
 
 def _say(table: Table, layout: TableLayout, by_name: bool, places: dict[int, int], needed: set[int]) -> str:
     parts = []
+    if isinstance(table, DelimitedFile) and table.guessed:
+        read, otherwise = ("names", "--no-header if they are a row") if table.names else ("a row", "--header if they are names")
+        parts.append(f"the numbers of the first line ({table.guessed}) are read as {read}: use {otherwise}")
     if not by_name and layout.names and not isinstance(table, ArrayTable):  # arrays never have names
         parts.append("columns matched by position, not by name")
     if by_name:
