@@ -273,6 +273,22 @@ def test_ordinary_and_heavy_tails_are_kept(draw, rows):
     assert sum(found) <= 1 and max(found) <= 1
 
 
+@pytest.mark.parametrize("shape", [(60, 12), (400, 6), (2000, 15)])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda g, shape: g.normal(size=shape),
+        lambda g, shape: g.exponential(size=shape),
+        lambda g, shape: g.lognormal(size=shape),
+        lambda g, shape: g.standard_t(3, size=shape),
+        lambda g, shape: g.standard_t(2, size=shape),
+    ],
+    ids=["normal", "exponential", "log-normal", "t3", "t2"],
+)
+def test_hardly_a_clean_table_loses_a_row(draw, shape):
+    assert sum(bool(gross_outliers(draw(GENERATOR(seed), shape))) for seed in range(100)) <= 4
+
+
 def test_cauchy_columns_lose_hardly_a_row():
     found = [len(gross_outliers(GENERATOR(seed).standard_cauchy((2000, 10)))) for seed in range(20)]
     assert sum(found) <= 20  # of 40,000 rows
