@@ -340,7 +340,7 @@ def test_grey_levels_are_left_alone(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "columns", "says"),
     [
-        (3, 3, "3 examples to train on, 1 to validate, 1 to test, for 3 columns: with fewer rows than columns"),
+        (3, 3, "3 examples to train on, 1 to validate, 1 to test, for 3 columns: with no more rows than columns"),
         (100, 3, "standard error of about 0.32 times the spread of a single one's"),
         (400, 100, "expect overfitting"),
         (400, 3, ""),
