@@ -310,3 +310,9 @@ def test_a_wide_scale_changes_only_the_unit(scale):
     rows = np.random.default_rng(0).normal(size=(60, 2))
     found = quick(max_steps=40).fit(rows * scale).score_samples(rows * scale)
     np.testing.assert_allclose(found, quick(max_steps=40).fit(rows).score_samples(rows) - 2 * np.log(scale), atol=1e-3)
+
+
+def test_many_constant_columns_are_listed_briefly():
+    rows = np.column_stack([np.random.default_rng(0).normal(size=(200, 2)), np.ones((200, 3000))])
+    with pytest.warns(UserWarning, match="training rows of 'x2', 'x3', 'x4', 'x5', 'x6' and 2,995 more: left out"):
+        quick(max_steps=5).fit(rows)

@@ -18,7 +18,7 @@ from torch import Tensor
 from selfnorm.bijection import Chain, located
 from selfnorm.data.dataset import Dataset
 from selfnorm.data.dependence import expect_independent
-from selfnorm.data.layout import MOST_NAMED
+from selfnorm.data.layout import listed
 from selfnorm.data.outliers import describe_outliers
 from selfnorm.data.prepare import note_on_constants, note_on_size, prepare
 from selfnorm.data.resolution import WIDE_SPREADS, expect_distinguishable, expect_spread
@@ -188,8 +188,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         self.set_aside_ = np.array([each.row for each in prepared.outliers], np.int64)
         self.constant_columns_ = np.array(list(prepared.constant), np.int64)
         self.constant_values_ = np.array(list(prepared.constant.values()), given.dtype)
-        some, total = [labels[index] for index in prepared.constant], len(prepared.parts[0])
-        constant = ", ".join(some[:MOST_NAMED]) + (f" and {len(some) - MOST_NAMED:,} more" if len(some) > MOST_NAMED else "")
+        constant, total = listed([labels[index] for index in prepared.constant]), len(prepared.parts[0])
         if not prepared.rows.shape[1]:
             raise ValueError(
                 f"SelfNormDensity: expected columns that vary, got the same value in all {total} training rows of every "

@@ -310,9 +310,9 @@ def test_set_aside_rows_leave_the_split_of_the_others_as_it_was(tmp_path):
         assert getattr(clean, part).dtype == torch.float32
         assert torch.equal(getattr(clean, part), getattr(dirty, part))
     assert [note for note in dirty.notes if note not in clean.notes] == [
-        "1 of 301 rows set aside, neither trained nor tested on, because they lie far from all others: row 9 (column 1 is 1e+07, "
+        "1 of 301 rows set aside, neither trained nor tested on, because it lies far from all others: row 9 (column 1 is 1e+07, "
         f"others are in [{table[:, 0].min():.4g}, {table[:, 0].max():.4g}]); rows are numbered from 0, as `score` numbers them; "
-        "keep them with `--set set_outliers_aside=false`"
+        "keep it with `--set set_outliers_aside=false`"
     ]
 
 
@@ -322,7 +322,12 @@ def test_many_outliers_are_listed_briefly():
     found = gross_outliers(table)
     assert len(found) == 25
     line = describe_outliers(found, len(table), ["'a'", "'b'"], "option")
-    assert line.startswith("25 of 3000 rows set aside") and "row 0 ('" in line and "and rows 3, 4, 5" in line and "19, …;" in line
+    assert (
+        line.startswith("25 of 3000 rows set aside")
+        and "row 0 ('" in line
+        and "rows 3, 4, 5, 6, 7, 8, 9 and 15 more; rows" in line
+    )
+    assert ", row 3; rows are" in describe_outliers(found[:4], 99, ["'a'", "'b'"], "option")
 
 
 def test_grey_levels_are_left_alone(tmp_path):

@@ -23,6 +23,10 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 SAMPLE_LINES, SAMPLE_CHARACTERS = 1000, 1 << 20  # by which separator, header and columns of text are judged
 
 
+class TextError(ValueError):
+    """Raised for text in a column of numbers."""
+
+
 class DelimitedFile:
     """A text table that has been looked at, but not read yet. Separators: comma, semicolon, tab.
 
@@ -71,9 +75,6 @@ class DelimitedFile:
                 f"{path}: expected numbers with decimal points, got lines as {','.join(first)}, where the comma may be a decimal "
                 "comma; write points, or a line of names if these are two columns"
             )
-        self.text_columns = tuple(
-            index for index, column in enumerate(zip(*rows, strict=True)) if any(map(self._is_text, column))
-        )
 
     def numbers(self, positions: Sequence[int]) -> NDArray[np.float64]:
         """Returns the numbers of some columns, (N, columns)."""
@@ -100,6 +101,16 @@ class DelimitedFile:
                 for cells, position in zip(found, positions, strict=True):
                     cells.append(row[position].strip())
         return found
+
+    def texts_among(self, positions: Collection[int]) -> list[int]:
+        """Returns which of some columns hold text, also only far below."""
+        found: set[int] = set()
+        with self._rows() as rows:
+            for _, row in rows if positions else ():
+                found |= {each for each in positions if each not in found and each < len(row) and self._is_text(row[each])}
+                if len(found) == len(positions):
+                    break
+        return sorted(found)
 
     @property
     def _commas(self) -> bool:
@@ -178,8 +189,11 @@ class DelimitedFile:
                         return ValueError(f"{where}: expected {self.width} columns, as in the first line, got {len(row)}")
                     for column, text in enumerate(row):
                         if column in needed and (fault := _expected_instead(text, commas)):
-                            name = f" ({self.names[column]})" if self.names else ""
-                            return ValueError(f"{where}, column {column + 1}{name}: expected {fault}, got {text[:40]!r}")
+                            name = f" ({self.names[column]})" if self.names and self.names[column] else ""
+                            is_text = text.strip() and not is_number(text, commas)
+                            return (TextError if is_text else ValueError)(
+                                f"{where}, column {column + 1}{name}: expected {fault}, got {text[:40]!r}"
+                            )
         return ValueError(f"{self.path}: expected a table of numbers, got one that cannot be read")
 
 
@@ -255,7 +269,9 @@ def _expected_instead(text: str, commas: bool) -> str:
     if not text.strip():
         return "a number in every cell; remove rows with empty cells or fill them in"
     if not is_number(text, commas):
-        return "a number, with a decimal point (only a header line may contain text, or a column that is left out with drop)"
+        if text.strip().lower() in ("true", "false"):
+            return "a number; write 1 and 0 for true and false"
+        return "a number, with a decimal point (only a header line may contain text, or a column that is left out)"
     if commas and COMMA_NUMBER.fullmatch(text.strip()):
         text = text.replace(",", ".")
     return "" if abs(float(text)) <= FLOAT32_MAX else "a finite number that float32 can hold"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from selfnorm.data.arrays import is_image_path, open_examples
 from selfnorm.data.delimited import DelimitedFile
+from selfnorm.data.headers import is_unnamed
 from selfnorm.data.images import image_files
 from selfnorm.data.layout import TableLayout
 from selfnorm.data.tables import ArrayTable, Table
@@ -76,7 +77,7 @@ def _matched(path: Path, table: Table, layout: TableLayout, ids: Sequence[str]) 
     numbers = table.numbers(needed)
     identifying = [_position_of_id(path, table, name) for name in ids]
     if table.names:
-        identifying += [position for position in table.text_columns if position not in needed]
+        identifying += table.texts_among(set(range(table.width)) - {*needed, *identifying})
     identifying = list(dict.fromkeys(identifying))
     carried = dict(zip(_names_of(table, identifying), table.texts(identifying), strict=True))
     differs = None
@@ -98,12 +99,14 @@ def _places_by_name(path: Path, table: Table, layout: TableLayout) -> dict[int, 
     if missing:
         raise ValueError(
             f"{path}: expected the columns of the training data, {_list(layout.columns)}, got {_list(table.names)}, without "
-            f"{_list([repr(layout.names[position]) for position in missing])}"
+            f"{_list(_called(layout.names, missing))}"
         )
     places = {position: where[layout.names[position]] for position in layout.written if layout.names[position] in where}
     times = Counter(table.names)
-    if twice := [layout.names[position] for position in places if times[layout.names[position]] > 1]:
-        raise ValueError(f"{path}: expected each column once, got {', '.join(map(repr, twice))} more than once; rename them")
+    if twice := [position for position in places if times[layout.names[position]] > 1]:
+        raise ValueError(
+            f"{path}: expected each column once, got {_list(_called(layout.names, twice))} more than once; rename them"
+        )
     return places
 
 
@@ -122,6 +125,11 @@ def _list(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_LISTED]) + (f", … ({len(names)} in all)" if len(names) > MOST_LISTED else "")
 
 
+def _called(names: Sequence[str], positions: Iterable[int]) -> list[str]:
+    """Returns what a list in a message calls columns: their names, or their numbers where they have none."""
+    return [repr(names[position]) if names[position] else f"column {position + 1}" for position in positions]
+
+
 def _position_of_id(path: Path, table: Table, name: str) -> int:
     if found := [position for position, known in enumerate(table.names) if known == name]:
         if len(found) > 1:
@@ -130,9 +138,10 @@ def _position_of_id(path: Path, table: Table, name: str) -> int:
                 f"{path}: expected --id to name one column, got {name!r}, the name of columns {numbers}; rename them"
             )
         return found[0]
-    if not table.names and name.isdecimal() and 0 < int(name) <= table.width:
-        return int(name) - 1
-    known = _list([repr(each) for each in table.names]) if table.names else f"a number from 1 to {table.width}"
+    number = int(name) - 1 if name.isascii() and name.isdecimal() and len(name) < 10 else -1
+    if 0 <= number < table.width and (not table.names or is_unnamed(table.names[number])):
+        return number
+    known = _list(_called(table.names, range(table.width))) if table.names else f"a number from 1 to {table.width}"
     raise ValueError(f"{path}: expected --id to name a column, {known}, got {name!r}")
 
 
@@ -154,10 +163,10 @@ def _say(table: Table, layout: TableLayout, by_name: bool, places: dict[int, int
     if not by_name and layout.names and not isinstance(table, ArrayTable):  # arrays never have names
         parts.append("columns matched by position, not by name")
     if by_name:
-        extra = [name for place, name in enumerate(table.names) if place not in needed]
         left_out = {layout.names[position] for position, _ in layout.left_out}
-        if extra := [name for name in extra if name not in left_out]:
-            parts.append(f"ignored: {_list([repr(name) for name in extra])}")
+        extra = [place for place, name in enumerate(table.names) if place not in needed and name not in left_out]
+        if extra:
+            parts.append(f"ignored: {_list(_called(table.names, extra))}")
         if absent := [position for position, _ in layout.constant if position not in places]:
             parts.append(f"constant in the training data and not in this file: {layout.labels(absent)}")
     if table.decimal_commas:

@@ -86,11 +86,13 @@ def describe_outliers(found: Sequence[Outlier], total: int, labels: Sequence[str
         f"[{each.usual[0]:.4g}, {each.usual[1]:.4g}])"
         for each in found[:3]
     ]
-    rest = [str(each.row) for each in found[3:20]]
-    more = f", and rows {', '.join(rest)}{', …' if len(found) > 20 else ''}" if rest else ""
+    rest = [str(each.row) for each in found[3:10]]
+    more = f", row{'s' if len(rest) > 1 else ''} {', '.join(rest)}" if rest else ""
+    more += f" and {len(found) - 10:,} more" if len(found) > 10 else ""
+    they, them = ("it lies", "it") if len(found) == 1 else ("they lie", "them")
     return (
-        f"{len(found)} of {total} rows set aside, neither trained nor tested on, because they lie far from all others: "
-        f"{', '.join(shown)}{more}; rows are numbered from 0, as `score` numbers them; keep them with {overrule}"
+        f"{len(found)} of {total} rows set aside, neither trained nor tested on, because {they} far from all others: "
+        f"{', '.join(shown)}{more}; rows are numbered from 0, as `score` numbers them; keep {them} with {overrule}"
     )
 
 
