@@ -20,6 +20,7 @@ from selfnorm.data.safe_files import byte_source
 from selfnorm.runtime.memory import available_memory
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+LONGEST_LINE = 1 << 26  # characters
 SAMPLE_LINES, SAMPLE_CHARACTERS = 1000, 1 << 20  # by which separator, header and columns of text are judged
 
 
@@ -42,7 +43,7 @@ class DelimitedFile:
         self.path = path
         self.decimal_commas = False  # known once the numbers have been read
         with self._opened() as stream:
-            lines = _first_lines(stream)
+            lines = _first_lines(path, stream)
             if not lines:
                 raise ValueError(f"{path}: expected at least one row of numbers, got none")
             is_tsv = path.name.lower().removesuffix(".gz").endswith(".tsv")
@@ -221,11 +222,16 @@ class _Unpacked(io.RawIOBase):
         return len(data)
 
 
-def _first_lines(stream: TextIO) -> list[str]:
-    """Returns the first lines that hold more than spaces."""
+def _first_lines(path: Path, stream: TextIO) -> list[str]:
+    """Returns the first lines that hold more than spaces, looked for in the first `LONGEST_LINE` characters."""
     lines: list[str] = []
-    characters = 0
-    for line in stream:
+    characters, read = 0, 0
+    while read < LONGEST_LINE and (line := stream.readline(LONGEST_LINE)):
+        read += len(line)
+        if len(line) == LONGEST_LINE:
+            raise ValueError(
+                f"{path}: expected lines of less than {LONGEST_LINE:,} characters, got a longer one; is this a table?"
+            )
         if line.strip(" \r\n"):
             lines.append(line)
             characters += len(line)

@@ -18,6 +18,7 @@ from selfnorm.runtime.checks import did_you_mean
 
 EVERYTHING = "*"  # in `keep`: every column, and every line with a number in it
 MOST_NAMED = 5  # columns in a message
+NARROW = ("float16", "float32")
 BLOCK_VALUES = 1 << 24  # to sort at once
 # Reasons to leave out a column.
 COUNTS, INDEX, DROPPED = "counts the rows", "holds distinct whole numbers, as an index does", "dropped"
@@ -31,6 +32,7 @@ class TableLayout:
     width:     the number of all columns.
     left_out:  the positions of columns that are no data, with the reason.
     constant:  the positions of columns that have one value in all rows, with that value; left out as well.
+    stored_in: the type of the numbers, if it is a narrower one than float64; constants are compared in the coarser of two.
     notes:     what else there is to say about the file; not stored.
     """
 
@@ -39,6 +41,7 @@ class TableLayout:
     left_out: tuple[tuple[int, str], ...] = ()
     constant: tuple[tuple[int, float], ...] = ()
     notes: tuple[str, ...] = ()
+    stored_in: str = "float64"
 
     @cached_property
     def used(self) -> tuple[int, ...]:
@@ -112,7 +115,8 @@ class TableLayout:
 
     def facts(self) -> dict[str, Any]:
         """Returns what a checkpoint stores, as JSON can hold it."""
-        return {"names": self.names, "width": self.width, "left_out": self.left_out, "constant": self.constant}
+        facts = {"names": self.names, "width": self.width, "left_out": self.left_out, "constant": self.constant}
+        return facts | {"stored_in": self.stored_in} if self.stored_in in NARROW else facts
 
     @classmethod
     def of_facts(cls, stored: dict[str, Any], used: int) -> TableLayout:
@@ -123,6 +127,7 @@ class TableLayout:
                 int(stored["width"]),
                 tuple((int(position), str(reason)) for position, reason in stored["left_out"]),
                 tuple((int(position), float(value)) for position, value in stored["constant"]),
+                stored_in=next((name for name in NARROW if name == stored.get("stored_in")), "float64"),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"expected the layout of a table, got a damaged one ({error})") from None
@@ -196,7 +201,8 @@ def understand(
     if twice:
         named = listed([repr(name) for name in sorted(twice)])
         raise ValueError(f"{who}: expected distinct column names, got {named} more than once; rename them")
-    return values, replace(layout, notes=tuple(notes))
+    stored_in = values.dtype.name if values.dtype.name in NARROW else "float64"
+    return values, replace(layout, notes=tuple(notes), stored_in=stored_in)
 
 
 def kept_columns(who: str, layout: TableLayout, keep: Collection[str]) -> set[int]:

@@ -15,7 +15,7 @@ from selfnorm.data.arrays import is_image_path, open_examples
 from selfnorm.data.delimited import DelimitedFile
 from selfnorm.data.headers import is_unnamed
 from selfnorm.data.images import image_files
-from selfnorm.data.layout import TableLayout
+from selfnorm.data.layout import NARROW, TableLayout
 from selfnorm.data.tables import ArrayTable, Table
 
 MOST_LISTED = 20  # columns in a message
@@ -84,8 +84,9 @@ def _matched(path: Path, table: Table, layout: TableLayout, ids: Sequence[str]) 
     if constant:
         differs = [""] * len(numbers)
         for (position, value), found in zip(constant, numbers[:, len(used) :].T, strict=True):
-            narrow = found.dtype.kind == "f" and found.dtype.itemsize < 8  # then the file's value is a rounded one
-            for row in np.flatnonzero(found != (found.dtype.type(value) if narrow else value)):
+            coarse = next((kind for kind in NARROW if kind in (found.dtype.name, layout.stored_in)), None)
+            unlike = found.astype(coarse) != np.dtype(coarse).type(value) if coarse else found != value
+            for row in np.flatnonzero(unlike):
                 name = layout.names[position] if layout.names else str(position + 1)
                 differs[row] += f", {name}" if differs[row] else name
     values = numbers[:, : len(used)] if constant else numbers

@@ -85,7 +85,7 @@ class ParquetFile:
         self.width = len(self.names)
         self.decimal_commas = False
 
-    def numbers(self, positions: Sequence[int]) -> NDArray[np.float64]:
+    def numbers(self, positions: Sequence[int]) -> NDArray[np.floating]:
         expect_fits_memory(self.path, 16 * self._rows * len(positions))  # as stored, and as float64
         for position in positions:
             if not self._is_numeric(self._types[position]):
@@ -93,7 +93,8 @@ class ParquetFile:
                     f"{self.path}: expected columns of numbers, got {self._types[position]} in column {self.names[position]!r}"
                 )
         columns = self._columns(positions)
-        values = np.empty((self._rows, len(positions)), np.float64)
+        narrow = all(self._types[position] in (self._arrow.float16(), self._arrow.float32()) for position in positions)
+        values: NDArray[np.floating] = np.empty((self._rows, len(positions)), np.float32 if narrow else np.float64)
         for index, (position, column) in enumerate(zip(positions, columns, strict=True)):
             self._fill(values[:, index], column, f"column {self.names[position]!r}")
         return values
@@ -104,7 +105,7 @@ class ParquetFile:
     def texts_among(self, positions: Collection[int]) -> list[int]:
         return [position for position in sorted(positions) if self._is_text(self._types[position])]
 
-    def _fill(self, values: NDArray[np.float64], column: Any, name: str) -> None:
+    def _fill(self, values: NDArray[np.floating], column: Any, name: str) -> None:
         if column.null_count:
             row = int(np.argmax(column.is_null().to_numpy()))
             raise ValueError(
@@ -124,7 +125,7 @@ class ParquetFile:
     def _columns(self, positions: Sequence[int]) -> list[Any]:
         names = [self.names[position] for position in positions]
         if len(set(self.names)) < self.width:  # then pyarrow cannot read some of them by name
-            table = self._read(lambda: self._parquet.read_table(self.path))
+            table = self._read(lambda: self._parquet.ParquetFile(self.path).read())
             return [table.column(position) for position in positions]
         table = self._read(lambda: self._parquet.read_table(self.path, columns=names))
         return [table.column(name) for name in names]
