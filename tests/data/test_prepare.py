@@ -70,7 +70,15 @@ def test_wide_and_narrow_parts_do_not_mix():
         Dataset("mixed", wide, wide, wide.float())
 
 
-@pytest.mark.parametrize(("scale", "message"), [(1e35, r"e\+34 in column 2"), (1e-35, "e-36 in column 2")])
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (1e35, r"e\+34 in column 2"),
+        (1e-35, "e-36 in column 2"),
+        (1e-200, r"e-201 in column 2"),
+        (1e200, r"e\+199 in column 2"),
+    ],
+)
 def test_a_scale_that_float32_cannot_hold_is_refused_by_name(scale, message):
     table = torch.from_numpy(normal(100, 2) * [1, scale])
     with pytest.raises(ValueError, match=r"far: expected columns with a standard deviation from 1e-30 to 1e\+30"):

@@ -101,7 +101,8 @@ def expect_spread(who: str, train: Tensor, labels: Sequence[str], spreads: tuple
     """
     flat = train.flatten(1).numpy()
     with np.errstate(over="ignore", invalid="ignore"):
-        spread = np.array([column.std(dtype=np.float64) for column in flat.T])
+        units = np.where((largest := np.abs(flat).max(0)) > 0, largest, 1)  # squares would leave the range of numbers first
+        spread = np.array([unit * (column / unit).std(dtype=np.float64) for unit, column in zip(units, flat.T, strict=True)])
         usual = (spread >= spreads[0]) & (spread <= spreads[1])
     for index in np.flatnonzero(~usual & (flat != flat[0]).any(0))[:1]:  # constants are told of elsewhere
         label = namer(labels)(int(index))
