@@ -247,6 +247,8 @@ def test_a_guess_on_the_first_line_is_said_and_can_be_overruled(tmp_path):
     assert "the numbers of the first line (0, 1, 2) are read as names: use --no-header if they are a row" in result.stderr
     overruled = invoke("score", run, file, "--no-header")
     assert len(read_csv(overruled.stdout)) == 3 and overruled.stderr == ""
+    certain = write_rows(tmp_path / "index.csv", ",0,1,2", [(0, 0.5, 0.25, 1.5), (1, 0.75, 0.5, 2.5)])
+    assert "first line" not in invoke("score", run, certain, "--id", "1").stderr
     assert "expected no header option" in fails("score", run, tmp_path / "t.npy", "--header")
     ok("fit", tmp_path / "t.npy", *TINY, "--keep", "*", "--run", tmp_path / "kept", "-q")
     result = invoke("score", tmp_path / "kept", file)

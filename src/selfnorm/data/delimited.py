@@ -55,7 +55,7 @@ class DelimitedFile:
             first, *below = _records(lines, self._separator)
         quoted = len(lines) > 1 and '"' not in lines[1] and all_quoted(lines[0], self._separator)
         cells = [cell.strip() for cell in first]
-        self.guessed = ""  # the first line, if it holds numbers that may be names
+        self.guessed = ""  # the first line, if it may be names or a row
         if header is None:
             numeric = {cell for cell in cells if is_number(cell, self._commas)}
             header = bool(expected) and set(expected) <= set(cells)
@@ -64,7 +64,8 @@ class DelimitedFile:
             )  # some of them, beside text
             if not header and is_header(first, below, quoted=quoted, commas=self._commas):
                 header = numeric_names or not numeric
-                self.guessed = ", ".join(cells[:5]) + (", …" if len(cells) > 5 else "") if numeric else ""
+                if numeric >= set(cells):
+                    self.guessed = ", ".join(cells[:5]) + (", …" if len(cells) > 5 else "")
         if header and not below:
             raise ValueError(f"{path}: expected at least one row of numbers, got none")
         self.names: tuple[str, ...] = tuple(cells) if header else ()
