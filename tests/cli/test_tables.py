@@ -248,7 +248,11 @@ def test_a_guess_on_the_first_line_is_said_and_can_be_overruled(tmp_path):
     overruled = invoke("score", run, file, "--no-header")
     assert len(read_csv(overruled.stdout)) == 3 and overruled.stderr == ""
     certain = write_rows(tmp_path / "index.csv", ",0,1,2", [(0, 0.5, 0.25, 1.5), (1, 0.75, 0.5, 2.5)])
-    assert "first line" not in invoke("score", run, certain, "--id", "1").stderr
+    result = invoke("score", run, certain)
+    assert (len(read_csv(result.stdout)), result.stderr) == (2, f"selfnorm: {certain}: ignored: column 1\n")
+    assert scores_of(result.stdout).tolist() == scores_of(ok("score", run, file)).tolist()
+    write_rows(certain, ",x,y,z", [(0, 0.5, 0.25, 1.5), (1, 0.75, 0.5, 2.5)])
+    assert invoke("score", run, certain, "--id", "1").stderr == ""
     assert "expected no header option" in fails("score", run, tmp_path / "t.npy", "--header")
     ok("fit", tmp_path / "t.npy", *TINY, "--keep", "*", "--run", tmp_path / "kept", "-q")
     result = invoke("score", tmp_path / "kept", file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -114,12 +115,14 @@ def _places_by_name(path: Path, table: Table, layout: TableLayout) -> dict[int, 
 def _places_by_position(table: Table, layout: TableLayout) -> dict[int, int]:
     """Returns the same for a file without names: it has all columns, or those of samples, or only the data.
 
-    Empty if it has another number of columns.
+    Any of them may follow first columns without a name, such as an index. Empty if it has another number of columns.
     """
     choices = (tuple(range(layout.width)), layout.written, layout.used)
-    present = next((positions for positions in choices if len(positions) == table.width), None)
+    unnamed = len(list(takewhile(is_unnamed, table.names)))
+    tried = ((positions, start) for start in dict.fromkeys((0, unnamed)) for positions in choices)
+    present, start = next((each for each in tried if len(each[0]) + each[1] == table.width), ((), 0))
     wanted = set(layout.written)
-    return {position: place for place, position in enumerate(present or ()) if position in wanted}
+    return {position: place for place, position in enumerate(present, start) if position in wanted}
 
 
 def _list(names: Sequence[str]) -> str:
@@ -163,6 +166,8 @@ def _say(table: Table, layout: TableLayout, by_name: bool, places: dict[int, int
         parts.append(f"the numbers of the first line ({table.guessed}) are read as {read}: use {otherwise}")
     if not by_name and layout.names and not isinstance(table, ArrayTable):  # arrays never have names
         parts.append("columns matched by position, not by name")
+    if table.names and not by_name and (first := set(range(min(places.values()))) - needed):  # without a name
+        parts.append(f"ignored: {_list(_called(table.names, sorted(first)))}")
     if by_name:
         left_out = {layout.names[position] for position, _ in layout.left_out}
         extra = [place for place, name in enumerate(table.names) if place not in needed and name not in left_out]
