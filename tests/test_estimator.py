@@ -37,6 +37,7 @@ def quick(**given):
     return SelfNormDensity(**{"max_steps": 40, "layers": 2, "random_state": 0, **given})
 
 
+@pytest.mark.filterwarnings("ignore:SelfNormDensity. .*expect overfitting")
 @parametrize_with_checks([SelfNormDensity(max_steps=20, layers=2, random_state=0)])
 def test_scikit_learn(estimator, check):
     check(estimator)
@@ -174,6 +175,7 @@ def test_too_few_rows():
         quick().fit(gaussian(2, 0))
 
 
+@pytest.mark.filterwarnings("ignore:SelfNormDensity. .*with no more rows than columns")
 def test_overfitting_ends_training_early_with_the_best_weights():
     model = SelfNormDensity(max_steps=300, random_state=0).fit(gaussian(3, 0))
     assert model.n_steps_ < 300
@@ -273,3 +275,44 @@ def test_the_scale_comes_from_the_rows_to_learn_from():
     first = quick(random_state=0).fit(rows).flow_.bijection[0].scale
     rows[held_out] = 50.0
     assert np.array_equal(first, quick(random_state=0).fit(rows).flow_.bijection[0].scale)
+
+
+def test_tiny_data_says_what_can_be_trusted():
+    rows = np.random.default_rng(0).normal(size=(5, 3))
+    with pytest.warns(
+        UserWarning, match="4 examples to train on, 1 to validate, for 3 columns: expect overfitting; use more rows"
+    ):
+        quick(max_steps=5).fit(rows)
+    with pytest.warns(UserWarning, match="3 examples to train on, 1 to validate, for 3 columns: with no more rows than columns"):
+        quick(max_steps=5).fit(rows[:4])
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e10 / 7])
+def test_a_constant_is_the_same_in_float32_and_float64(value):
+    rows = np.insert(np.random.default_rng(0).normal(size=(200, 2)), 1, value, axis=1)
+    narrow = rows.astype(np.float32)
+    other = rows + 0.01 * value
+    for seen in (rows, narrow):
+        with pytest.warns(UserWarning, match="the same value in all 180 training rows of 'x1'"):
+            model = quick(max_steps=5).fit(seen)
+        assert all(np.isfinite(model.score_samples(each)).all() for each in (rows, narrow, model.sample(5)))
+        assert all((model.score_samples(each) == -np.inf).all() for each in (other, other.astype(np.float32)))
+
+
+@pytest.mark.parametrize("scale", [1e200, 1e-200, 1e300, 1e-310])
+def test_a_scale_that_float64_cannot_standardise_is_refused_in_one_line(scale):
+    with pytest.raises(ValueError, match=r"SelfNormDensity: expected columns with a standard deviation from 1e-130 to 1e\+130"):
+        quick(max_steps=5).fit(np.random.default_rng(0).normal(size=(60, 2)) * scale)
+
+
+@pytest.mark.parametrize("scale", [1e125, 1e-125])
+def test_a_wide_scale_changes_only_the_unit(scale):
+    rows = np.random.default_rng(0).normal(size=(60, 2))
+    found = quick(max_steps=40).fit(rows * scale).score_samples(rows * scale)
+    np.testing.assert_allclose(found, quick(max_steps=40).fit(rows).score_samples(rows) - 2 * np.log(scale), atol=1e-3)
+
+
+def test_many_constant_columns_are_listed_briefly():
+    rows = np.column_stack([np.random.default_rng(0).normal(size=(200, 2)), np.ones((200, 3000))])
+    with pytest.warns(UserWarning, match="training rows of 'x2', 'x3', 'x4', 'x5', 'x6' and 2,995 more: left out"):
+        quick(max_steps=5).fit(rows)

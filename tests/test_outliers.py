@@ -31,7 +31,8 @@ def test_a_gross_outlier_does_not_change_the_fit_of_the_others(tmp_path, factor)
     found = read_csv(ok("score", tmp_path / "dirty", dirty))
     assert found[100]["rank"] == "1"
     alone = np.delete([float(row["log_likelihood"]) for row in found], 100)
-    assert np.array_equal(alone, scores(tmp_path / "clean", clean))
+    np.testing.assert_allclose(alone, scores(tmp_path / "clean", clean), atol=1e-4)  # float32 rounds by the size of a batch
+    assert np.array_equal(scores(tmp_path / "dirty", clean), scores(tmp_path / "clean", clean))
     notes = [json.loads(line) for line in (tmp_path / "dirty" / "metrics.jsonl").read_text().splitlines() if '"note"' in line]
     assert len(notes) == 2 and "row 100" in notes[0]["message"]  # the other is on the size
 
@@ -83,7 +84,8 @@ def test_two_outliers_of_few_rows_do_not_hide_each_other(tmp_path):
     clean, file = write_csv(tmp_path / "clean.csv", rows), write_csv(tmp_path / "dirty.csv", dirty)
     ok("fit", clean, *FIT, "--run", tmp_path / "clean")
     assert "2 of 152 rows set aside" in invoke("fit", file, *FIT, "--run", tmp_path / "dirty").stderr
-    assert np.array_equal(scores(tmp_path / "dirty", file)[:-2], scores(tmp_path / "clean", clean))
+    assert np.array_equal(scores(tmp_path / "dirty", clean), scores(tmp_path / "clean", clean))
+    assert set(scores(tmp_path / "dirty", file).argsort()[:2]) == {150, 151}
 
 
 def test_a_column_that_is_constant_but_for_the_outlier_is_left_out(tmp_path):

@@ -18,9 +18,10 @@ from torch import Tensor
 from selfnorm.bijection import Chain, located
 from selfnorm.data.dataset import Dataset
 from selfnorm.data.dependence import expect_independent
+from selfnorm.data.layout import listed
 from selfnorm.data.outliers import describe_outliers
-from selfnorm.data.prepare import note_on_constants, prepare
-from selfnorm.data.resolution import expect_distinguishable
+from selfnorm.data.prepare import note_on_constants, note_on_size, prepare
+from selfnorm.data.resolution import WIDE_SPREADS, expect_distinguishable, expect_spread
 from selfnorm.evaluate.far import scores_of
 from selfnorm.evaluate.likelihood import evaluating
 from selfnorm.flow import Flow, Inverse
@@ -32,6 +33,7 @@ from selfnorm.train.loop import Trainer
 from selfnorm.train.stopping import DivergedError, StoppedError
 
 Floats = NDArray[np.float64]
+FLOATS = (np.float64, np.float32)  # anything else becomes the first
 
 
 class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignore[misc]
@@ -102,7 +104,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
 
     def fit(self, X: ArrayLike, y: object = None) -> Self:
         """Learns the density of the rows of X, and returns the estimator."""
-        table = validate_data(self, X, dtype=np.float64, ensure_min_samples=3)
+        table = validate_data(self, X, dtype=FLOATS, ensure_min_samples=3)
         for name, value in (("contamination", self.contamination), ("validation_fraction", self.validation_fraction)):
             if not isinstance(value, Real) or not 0 < value <= 0.5:
                 raise ValueError(f"SelfNormDensity: expected {name} in (0, 0.5], got {value!r}")
@@ -116,7 +118,10 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         with located("SelfNormDensity"):
             standardize.initialize(train)
         train, held_out = (standardize(rows)[0].float() for rows in (train, held_out))
-        learned = self._trained(Dataset("table", train, held_out, held_out), int(random.randint(2**31)))
+        dataset = Dataset("table", train, held_out, held_out)
+        learned = self._trained(dataset, int(random.randint(2**31)))
+        if told := note_on_size(dataset, tests=False):
+            warnings.warn(f"SelfNormDensity: {told}", stacklevel=2)
         self.flow_ = Flow(Chain(standardize, learned.bijection), learned.base).eval()
         self.validation_nll_ -= standardize.scale.log().sum().item()  # in X's units
         scores = self._log_prob(table)
@@ -127,7 +132,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
     def score_samples(self, X: ArrayLike) -> Floats:
         """Returns the exact log-likelihood of each row, in nats."""
         check_is_fitted(self)
-        return self._log_prob(validate_data(self, X, dtype=np.float64, reset=False))
+        return self._log_prob(validate_data(self, X, dtype=FLOATS, reset=False))
 
     def score(self, X: ArrayLike, y: object = None) -> float:
         """Returns the mean log-likelihood of the rows; higher is better, as cross-validation expects."""
@@ -153,12 +158,13 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         rows[:, self._varying()] = drawn
         return rows
 
-    def _log_prob(self, table: Floats) -> Floats:
+    def _log_prob(self, table: NDArray[np.floating]) -> Floats:
         # torch.tensor copies: the rows may be a read-only memory map, which torch does not accept.
-        rows = torch.tensor(table[:, self._varying()])
+        rows = torch.tensor(table[:, self._varying()], dtype=torch.float64)
         with cpu_threads(1):
             scores: Floats = scores_of(self.flow_, rows, None, torch.device("cpu"), batch_size=10_000).numpy()
-        differs = (table[:, self.constant_columns_] != self.constant_values_).any(1)
+        coarse = min(table.dtype, self.constant_values_.dtype, key=lambda dtype: dtype.itemsize)  # in which 0.1 is 0.1
+        differs = (table[:, self.constant_columns_].astype(coarse) != self.constant_values_.astype(coarse)).any(1)
         return np.where(differs, -np.inf, scores)
 
     def _varying(self) -> NDArray[np.bool_]:
@@ -167,21 +173,22 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         varying[self.constant_columns_] = False
         return varying
 
-    def _prepared(self, table: Floats, random: np.random.RandomState) -> tuple[Tensor, Tensor]:
+    def _prepared(self, given: NDArray[np.floating], random: np.random.RandomState) -> tuple[Tensor, Tensor]:
         """Returns the training and the held-out rows without outliers and constant columns, and warns of them."""
 
         def split(total: int) -> list[NDArray[np.int64]]:
             held_out = max(1, round(self.validation_fraction * total))
             return np.split(random.permutation(total), [held_out])[::-1]
 
+        table = given.astype(np.float64, copy=False)
         names = getattr(self, "feature_names_in_", [f"x{index}" for index in range(table.shape[1])])
         labels = [repr(str(name)) for name in names]
         expect_distinguishable("SelfNormDensity", table, labels)
         prepared = prepare(table, split, set_outliers_aside=self.set_outliers_aside, constants_of=())
         self.set_aside_ = np.array([each.row for each in prepared.outliers], np.int64)
         self.constant_columns_ = np.array(list(prepared.constant), np.int64)
-        self.constant_values_ = np.array(list(prepared.constant.values()))
-        constant, total = ", ".join(labels[index] for index in prepared.constant), len(prepared.parts[0])
+        self.constant_values_ = np.array(list(prepared.constant.values()), given.dtype)
+        constant, total = listed([labels[index] for index in prepared.constant]), len(prepared.parts[0])
         if not prepared.rows.shape[1]:
             raise ValueError(
                 f"SelfNormDensity: expected columns that vary, got the same value in all {total} training rows of every "
@@ -198,6 +205,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
             )
         train, held_out = prepared.split(prepared.rows)
         varying = [label for label, varies in zip(labels, self._varying(), strict=True) if varies]
+        expect_spread("SelfNormDensity", torch.from_numpy(train), varying, WIDE_SPREADS)
         expect_independent("SelfNormDensity", train, varying, "remove {} from X")
         return torch.from_numpy(train), torch.from_numpy(held_out)
 

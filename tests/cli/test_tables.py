@@ -235,3 +235,83 @@ def test_identifiers_of_any_name_reach_every_format(pandas_run, tmp_path):
     assert table["column 1"].tolist() == ["i0", "i1", "i2", "i3"] and table["row"].tolist() == [0, 1, 2, 3]
     assert table["input_row"].tolist() == ["s0", "s1", "s2", "s3"]
     assert table["input_input_row"].tolist() == ["r0", "r1", "r2", "r3"]
+
+
+def test_a_guess_on_the_first_line_is_said_and_can_be_overruled(tmp_path):
+    np.save(tmp_path / "t.npy", VALUES.repeat(2, axis=1)[:, :3] + np.random.default_rng(0).normal(size=(80, 3)))
+    run = tmp_path / "run"
+    ok("fit", tmp_path / "t.npy", *TINY, "--run", run, "-q")
+    file = write_rows(tmp_path / "new.csv", "0,1,2", [(0.5, 0.25, 1.5), (0.75, 0.5, 2.5)])
+    result = invoke("score", run, file)
+    assert len(read_csv(result.stdout)) == 2
+    assert "the numbers of the first line (0, 1, 2) are read as names: use --no-header if they are a row" in result.stderr
+    overruled = invoke("score", run, file, "--no-header")
+    assert len(read_csv(overruled.stdout)) == 3 and overruled.stderr == ""
+    certain = write_rows(tmp_path / "index.csv", ",0,1,2", [(0, 0.5, 0.25, 1.5), (1, 0.75, 0.5, 2.5)])
+    result = invoke("score", run, certain)
+    assert (len(read_csv(result.stdout)), result.stderr) == (2, f"selfnorm: {certain}: ignored: column 1\n")
+    assert scores_of(result.stdout).tolist() == scores_of(ok("score", run, file)).tolist()
+    write_rows(certain, ",x,y,z", [(0, 0.5, 0.25, 1.5), (1, 0.75, 0.5, 2.5)])
+    assert invoke("score", run, certain, "--id", "1").stderr == ""
+    assert "expected no header option" in fails("score", run, tmp_path / "t.npy", "--header")
+    ok("fit", tmp_path / "t.npy", *TINY, "--keep", "*", "--run", tmp_path / "kept", "-q")
+    result = invoke("score", tmp_path / "kept", file)
+    assert len(read_csv(result.stdout)) == 3
+    assert "the numbers of the first line (0, 1, 2) are read as a row: use --header if they are names" in result.stderr
+    assert len(read_csv(ok("score", tmp_path / "kept", file, "--header"))) == 2
+
+
+def test_text_far_below_is_carried_to_the_output(pandas_run, tmp_path):
+    """The first thousand lines do not show it."""
+    run, _, _ = pandas_run
+    rows = [(a, b, index if index < 1500 else f"x{index}", index) for index, (a, b) in enumerate(VALUES.tolist() * 20)]
+    file = write_rows(tmp_path / "late.csv", "0,2,late,other", rows)
+    result = invoke("score", run, file)
+    table = read_csv(result.stdout)
+    assert table[3]["late"] == "3" and table[1599]["late"] == "x1599" and "other" not in table[0]
+    assert "ignored: 'other'" in result.stderr
+
+
+def test_columns_without_a_name_are_called_by_their_number(pandas_run, tmp_path):
+    run, _, _ = pandas_run
+    file = write_rows(tmp_path / "t.csv", "0,2,,,k", [(a, b, 10 + index, 5, 7) for index, (a, b) in enumerate(VALUES.tolist())])
+    result = invoke("score", run, file, "--id", "3")
+    assert [row["column 3"] for row in read_csv(result.stdout)] == [str(10 + index) for index in range(80)]
+    assert "expected --id to name a column, '0', '2', column 3, column 4, 'k', got '5'" in fails("score", run, file, "--id", "5")
+    file = write_rows(tmp_path / "x.csv", "0,2,,b", [(a, "x", 5, 6) for a, _ in VALUES.tolist()])
+    assert (
+        "--drop" not in (told := fails("score", run, file)) and "drop" not in told and "column 2 (2): expected a number" in told
+    )
+    unnamed = write_rows(tmp_path / "u.csv", ",a,b", [("x", a, b) for a, b in VALUES.tolist()])
+    told = fails("fit", unnamed, "--run", tmp_path / "run")
+    assert "line 2, column 1: expected a number" in told and told.endswith("got 'x'; leave that column out with drop\n")
+
+
+def test_other_unnamed_columns_are_named_when_they_are_ignored(tmp_path):
+    run = tmp_path / "run"
+    ok("fit", write_rows(tmp_path / "t.csv", "a,b", VALUES.tolist()), *TINY, "--run", run, "-q")
+    file = write_rows(tmp_path / "n.csv", "a,b,", [(*row, 5) for row in VALUES.tolist()])
+    assert "ignored: column 3\n" in invoke("score", run, file).stderr
+
+
+@pytest.mark.parametrize("index", [np.arange(80) // 2, np.r_[:50, :30]], ids=["twice", "two frames"])
+def test_an_unnamed_index_that_repeats_is_pointed_out(tmp_path, index):
+    rows = [(each, a, b) for each, (a, b) in zip(index, VALUES.tolist(), strict=True)]
+    result = invoke("fit", write_rows(tmp_path / "t.csv", ",a,b", rows), *TINY, "--run", tmp_path / "run", "-q")
+    assert result.exit_code == 0
+    assert "unnamed column 1 holds whole numbers that repeat and is kept: use --drop if it is only an index" in result.stderr
+    dropped = invoke("fit", tmp_path / "t.csv", *TINY, "--drop", "1", "--run", tmp_path / "dropped", "-q")
+    assert dropped.exit_code == 0 and "repeat" not in dropped.stderr
+
+
+def test_true_and_false_are_told_as_such(tmp_path):
+    file = write_rows(tmp_path / "t.csv", "a,b", [(a, a > 0) for a, _ in VALUES.tolist()])
+    assert "column 2 (b): expected a number; write 1 and 0 for true and false, got '" in fails("fit", file)
+
+
+def test_gifs_are_images(tmp_path):
+    (tmp_path / "images").mkdir()
+    for index in range(12):
+        pixels = np.random.default_rng(index).integers(0, 256, size=(4, 4)).astype(np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "images" / f"{index}.gif")
+    assert len(load_dataset(str(tmp_path / "images")).train) == 10

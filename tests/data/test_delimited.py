@@ -74,7 +74,7 @@ def test_numbers_without_a_header_and_with_decimal_commas_are_no_header(tmp_path
         ("1,5\n0,05\n", r"expected numbers with decimal points, got lines as 1,5, .* or a line of names if these are two"),
         ("a b c\n1 2 3\n", r"line 2, column 1 \(a b c\): expected a number, .* got '1 2 3'"),
         ("1,2\n3,4\n5,6,7\n", r"line 3: expected 2 columns, as in the first line, got 3"),
-        ("x,1\ny,2\n", r"line 1, column 1: expected a number, .*left out with drop.* got 'x'"),
+        ("x,1\ny,2\n", r"line 1, column 1: expected a number, .*got 'x'; leave that column out with drop"),
     ],
 )
 def test_what_is_not_clear_is_refused(tmp_path, text, message):

@@ -175,7 +175,10 @@ def test_names_that_are_numbers_are_found_again(tmp_path):
     assert len(matched(write(path, "0,1", *zip(*whole, strict=True)), TableLayout((), 2), numeric_names=False).values) == 4
     found = matched(write(path, "0,1,2", a := [0.5, 1.5], a, a), TableLayout(("a", "b", "c"), 3))
     assert found.values.tolist() == [[0.5] * 3, [1.5] * 3]
-    assert found.understood == "columns matched by position, not by name"
+    assert found.understood == (
+        "the numbers of the first line (0, 1, 2) are read as names: use --no-header if they are a row; "
+        "columns matched by position, not by name"
+    )
 
 
 def test_missing_and_repeated_columns_are_named(tmp_path):
@@ -237,3 +240,23 @@ def test_one_column_of_decimal_commas_is_pointed_out(tmp_path):
     assert load_dataset(str(path)).table.describe() == (
         "header: no, 2 columns; if a line such as 12,5 is one number with a decimal comma, write 12.5"
     )
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3])
+def test_a_constant_is_the_same_in_any_precision(tmp_path, value):
+    """Unless two float64 values differ, as they are compared exactly."""
+    rows = np.insert(VALUES, 1, value, axis=1)
+    files = [tmp_path / name for name in ("f8.npy", "f8.csv", "f4.npy", "f2.npy")]
+    np.savetxt(files[1], rows, "%.17g", ",")
+    for file, dtype in zip((files[0], *files[2:]), ("f8", "f4", "f2"), strict=True):
+        np.save(file, rows.astype(dtype))
+    if arrow := pytest.importorskip("pyarrow"):
+        files.append(tmp_path / "f4.parquet")
+        columns = dict(zip("akb", rows.T.astype("f4"), strict=True))
+        pytest.importorskip("pyarrow.parquet").write_table(arrow.table(columns), files[-1])
+    for known in files:
+        layout = load_dataset(str(known)).table
+        assert TableLayout.of_facts(json.loads(json.dumps(layout.facts())), 2) == replace(layout, notes=())
+        assert all(matched(file, layout).differs == [""] * 40 for file in files)
+    np.save(files[0], np.insert(VALUES, 1, value + 1e-12, axis=1))
+    assert "" not in matched(files[0], load_dataset(str(files[1])).table).differs

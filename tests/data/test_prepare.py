@@ -70,7 +70,15 @@ def test_wide_and_narrow_parts_do_not_mix():
         Dataset("mixed", wide, wide, wide.float())
 
 
-@pytest.mark.parametrize(("scale", "message"), [(1e35, r"e\+34 in column 2"), (1e-35, "e-36 in column 2")])
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (1e35, r"e\+34 in column 2"),
+        (1e-35, "e-36 in column 2"),
+        (1e-200, r"e-201 in column 2"),
+        (1e200, r"e\+199 in column 2"),
+    ],
+)
 def test_a_scale_that_float32_cannot_hold_is_refused_by_name(scale, message):
     table = torch.from_numpy(normal(100, 2) * [1, scale])
     with pytest.raises(ValueError, match=r"far: expected columns with a standard deviation from 1e-30 to 1e\+30"):
@@ -273,6 +281,22 @@ def test_ordinary_and_heavy_tails_are_kept(draw, rows):
     assert sum(found) <= 1 and max(found) <= 1
 
 
+@pytest.mark.parametrize("shape", [(60, 12), (400, 6), (2000, 15)])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda g, shape: g.normal(size=shape),
+        lambda g, shape: g.exponential(size=shape),
+        lambda g, shape: g.lognormal(size=shape),
+        lambda g, shape: g.standard_t(3, size=shape),
+        lambda g, shape: g.standard_t(2, size=shape),
+    ],
+    ids=["normal", "exponential", "log-normal", "t3", "t2"],
+)
+def test_hardly_a_clean_table_loses_a_row(draw, shape):
+    assert sum(bool(gross_outliers(draw(GENERATOR(seed), shape))) for seed in range(100)) <= 4
+
+
 def test_cauchy_columns_lose_hardly_a_row():
     found = [len(gross_outliers(GENERATOR(seed).standard_cauchy((2000, 10)))) for seed in range(20)]
     assert sum(found) <= 20  # of 40,000 rows
@@ -294,9 +318,9 @@ def test_set_aside_rows_leave_the_split_of_the_others_as_it_was(tmp_path):
         assert getattr(clean, part).dtype == torch.float32
         assert torch.equal(getattr(clean, part), getattr(dirty, part))
     assert [note for note in dirty.notes if note not in clean.notes] == [
-        "1 of 301 rows set aside, neither trained nor tested on, because they lie far from all others: row 9 (column 1 is 1e+07, "
+        "1 of 301 rows set aside, neither trained nor tested on, because it lies far from all others: row 9 (column 1 is 1e+07, "
         f"others are in [{table[:, 0].min():.4g}, {table[:, 0].max():.4g}]); rows are numbered from 0, as `score` numbers them; "
-        "keep them with `--set set_outliers_aside=false`"
+        "keep it with `--set set_outliers_aside=false`"
     ]
 
 
@@ -306,7 +330,12 @@ def test_many_outliers_are_listed_briefly():
     found = gross_outliers(table)
     assert len(found) == 25
     line = describe_outliers(found, len(table), ["'a'", "'b'"], "option")
-    assert line.startswith("25 of 3000 rows set aside") and "row 0 ('" in line and "and rows 3, 4, 5" in line and "19, …;" in line
+    assert (
+        line.startswith("25 of 3000 rows set aside")
+        and "row 0 ('" in line
+        and "rows 3, 4, 5, 6, 7, 8, 9 and 15 more; rows" in line
+    )
+    assert ", row 3; rows are" in describe_outliers(found[:4], 99, ["'a'", "'b'"], "option")
 
 
 def test_grey_levels_are_left_alone(tmp_path):
@@ -324,7 +353,7 @@ def test_grey_levels_are_left_alone(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "columns", "says"),
     [
-        (3, 3, "3 examples to train on, 1 to validate, 1 to test, for 3 columns: with fewer rows than columns"),
+        (3, 3, "3 examples to train on, 1 to validate, 1 to test, for 3 columns: with no more rows than columns"),
         (100, 3, "standard error of about 0.32 times the spread of a single one's"),
         (400, 100, "expect overfitting"),
         (400, 3, ""),

@@ -7,7 +7,7 @@ import pytest
 
 from selfnorm.data import safe_files
 from selfnorm.data.images import image_files
-from selfnorm.data.safe_files import byte_source, expect_fits_memory, expect_regular
+from selfnorm.data.safe_files import byte_source, expect_fits_memory, expect_regular, files_below
 from selfnorm.runtime import memory
 from selfnorm.runtime.memory import available_memory
 
@@ -97,3 +97,15 @@ def test_a_long_search_says_where_it_looks(tmp_path, monkeypatch):
     (tmp_path / "x.png").touch()
     with pytest.warns(UserWarning, match=rf"{re.escape(str(tmp_path))}: looking for images; 1 so far, and 0 others"):
         image_files(tmp_path)
+
+
+def test_links_that_lead_in_circles_end(tmp_path):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    (folder / "a.png").write_bytes(b"")
+    for name, target in {"again": folder, "up": tmp_path, "self": folder / "self", "self.png": folder / "self.png"}.items():
+        (folder / name).symlink_to(target)
+    found = files_below(folder, (".png",), "images")
+    assert [file.name for file in found] == ["a.png", "self.png"]
+    with pytest.raises(ValueError, match=r"self\.png: expected a file that can be read, got none \(Too many levels"):
+        expect_regular(found[1])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from selfnorm.data import load_dataset, read_examples
+from selfnorm.data.matching import read_matching
 
 
 def table(tmp_path, text, name="table.csv", encoding="utf-8"):
@@ -149,3 +150,18 @@ def test_a_column_that_is_constant_in_the_training_rows_alone_is_left_out(tmp_pa
 def test_two_columns_of_one_name_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"table\.csv: .*'a' more than once"):
         read_examples(table(tmp_path, "a,a,b\n1,2,3\n4,5,6\n"))
+
+
+def test_parquet_columns_of_one_name_and_long_identifiers(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    values = np.random.default_rng(0).normal(size=(40, 4))
+    identifiers = 2**63 + 3 * np.arange(40, dtype=np.uint64) + 1
+    path = tmp_path / "t.parquet"
+    columns = [*map(arrow.array, values.T), arrow.array(identifiers)]
+    parquet.write_table(arrow.Table.from_arrays(columns, names=["a", "b", "c", "c", "id"]), path)
+    with pytest.raises(ValueError, match="expected distinct column names, got 'c' more than once; rename them"):
+        load_dataset(str(path), drop=["id"])
+    dataset = load_dataset(str(path), drop=["id", "c"])
+    found = read_matching(path, dataset.table, ids=["id"])
+    assert dataset.columns == ("a", "b") and np.array_equal(found.values, values[:, :2])
+    assert found.carried == {"id": [str(each) for each in identifiers.tolist()]}

@@ -247,3 +247,17 @@ def test_pipes_in_a_run_are_refused_without_waiting(table_run, tmp_path, name):
     message = f"{name}: expected a regular file, got a named pipe"
     assert message in fails("train", "--resume", run, "-q")
     assert message in fails("score", run, data)
+
+
+@pytest.mark.parametrize(
+    ("byte", "message"),
+    [(b"0", "expected lines of less than 4,096 characters, got a longer one"), (b"\n", "at least one row of n")],
+)
+def test_a_table_that_expands_without_end_is_refused_at_its_beginning(tmp_path, monkeypatch, byte, message):
+    """A line of 3 GB took 6 GB of memory."""
+    monkeypatch.setattr("selfnorm.data.delimited.LONGEST_LINE", 4096)
+    monkeypatch.setattr("selfnorm.data.delimited.available_memory", lambda: 4 << 20)  # more would be another error
+    with gzip.open(tmp_path / "t.csv.gz", "wb") as file:
+        file.write(byte * (1 << 22))
+    with pytest.raises(ValueError, match=message):
+        read_examples(tmp_path / "t.csv.gz")

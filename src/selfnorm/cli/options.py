@@ -51,6 +51,9 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback on errors
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="File to write.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace output files that exist.")]
 Seed = Annotated[int, typer.Option(help="Seed of all random draws.")]
+Header = Annotated[
+    bool | None, typer.Option("--header/--no-header", help="Whether the first line holds names; default by what it holds.")
+]
 OnDivergence = Annotated[
     DivergenceChoice | None,
     typer.Option(help="stop, or return to the best checkpoint with λ raised tenfold, up to 3 times."),

@@ -10,7 +10,7 @@ import typer
 
 from selfnorm.cli.application import command
 from selfnorm.cli.console import ERR, OUT, print_json
-from selfnorm.cli.options import ConstantsChoice, Debug, Device, Force, Json, Output, RunPath, Seed, resolve_device
+from selfnorm.cli.options import ConstantsChoice, Debug, Device, Force, Header, Json, Output, RunPath, Seed, resolve_device
 from selfnorm.cli.outputs import check_output, data_of, expect_not_input, files_of
 from selfnorm.data.safe_files import STANDARD_INPUT
 from selfnorm.runtime.escapes import escaped
@@ -29,6 +29,7 @@ def score(
         list[str] | None,
         typer.Option("--id", metavar="COLUMN", help="Copy this column to the output; repeatable. Columns of text always are."),
     ] = None,
+    header: Header = None,
     constant_columns: Annotated[
         ConstantsChoice,
         typer.Option(help="Rows with another value than the only one in training: impossible, −inf, or only flagged."),
@@ -59,7 +60,7 @@ def score(
     if output:
         expect_not_input(output, data_of(trained))
     impossible = constant_columns is ConstantsChoice.impossible
-    scores = trained.score(file, samples, seed, ids=ids or (), constants_count=impossible)
+    scores = trained.score(file, samples, seed, ids=ids or (), constants_count=impossible, header=header)
     if scores.understood:
         ERR.print(f"selfnorm: {file}: {scores.understood}")
     rows = scores.rows()

@@ -17,6 +17,7 @@ from selfnorm.cli.options import (
     Debug,
     Device,
     DivergenceChoice,
+    Header,
     Json,
     OnDivergence,
     Quiet,
@@ -120,9 +121,7 @@ def fit(
         Path, typer.Argument(metavar="FILE", help=".csv, .tsv, both also as .gz, .npy, .npz, .parquet, or a folder of images.")
     ],
     settings: Settings = None,
-    header: Annotated[
-        bool | None, typer.Option("--header/--no-header", help="Whether the first line holds names; default by what it holds.")
-    ] = None,
+    header: Header = None,
     drop: Annotated[
         list[str] | None,
         typer.Option(metavar="COLUMN", help="Leave out a column: its name, or number where there are no names; repeatable."),

@@ -20,7 +20,12 @@ from selfnorm.data.safe_files import byte_source
 from selfnorm.runtime.memory import available_memory
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+LONGEST_LINE = 1 << 26  # characters
 SAMPLE_LINES, SAMPLE_CHARACTERS = 1000, 1 << 20  # by which separator, header and columns of text are judged
+
+
+class TextError(ValueError):
+    """Raised for text in a column of numbers."""
 
 
 class DelimitedFile:
@@ -38,7 +43,7 @@ class DelimitedFile:
         self.path = path
         self.decimal_commas = False  # known once the numbers have been read
         with self._opened() as stream:
-            lines = _first_lines(stream)
+            lines = _first_lines(path, stream)
             if not lines:
                 raise ValueError(f"{path}: expected at least one row of numbers, got none")
             is_tsv = path.name.lower().removesuffix(".gz").endswith(".tsv")
@@ -50,14 +55,17 @@ class DelimitedFile:
             first, *below = _records(lines, self._separator)
         quoted = len(lines) > 1 and '"' not in lines[1] and all_quoted(lines[0], self._separator)
         cells = [cell.strip() for cell in first]
+        self.guessed = ""  # the first line, if it may be names or a row
         if header is None:
             numeric = {cell for cell in cells if is_number(cell, self._commas)}
             header = bool(expected) and set(expected) <= set(cells)
-            if numeric_names or not numeric:
-                header = header or is_header(first, below, quoted=quoted, commas=self._commas)
             header = header or (
                 bool(numeric) and numeric <= set(expected) and len(numeric) < len(set(cells))
             )  # some of them, beside text
+            if not header and is_header(first, below, quoted=quoted, commas=self._commas):
+                header = numeric_names or not numeric
+                if numeric >= set(cells):
+                    self.guessed = ", ".join(cells[:5]) + (", …" if len(cells) > 5 else "")
         if header and not below:
             raise ValueError(f"{path}: expected at least one row of numbers, got none")
         self.names: tuple[str, ...] = tuple(cells) if header else ()
@@ -69,9 +77,6 @@ class DelimitedFile:
                 f"{path}: expected numbers with decimal points, got lines as {','.join(first)}, where the comma may be a decimal "
                 "comma; write points, or a line of names if these are two columns"
             )
-        self.text_columns = tuple(
-            index for index, column in enumerate(zip(*rows, strict=True)) if any(map(self._is_text, column))
-        )
 
     def numbers(self, positions: Sequence[int]) -> NDArray[np.float64]:
         """Returns the numbers of some columns, (N, columns)."""
@@ -98,6 +103,16 @@ class DelimitedFile:
                 for cells, position in zip(found, positions, strict=True):
                     cells.append(row[position].strip())
         return found
+
+    def texts_among(self, positions: Collection[int]) -> list[int]:
+        """Returns which of some columns hold text, also only far below."""
+        found: set[int] = set()
+        with self._rows() as rows:
+            for _, row in rows if positions else ():
+                found |= {each for each in positions if each not in found and each < len(row) and self._is_text(row[each])}
+                if len(found) == len(positions):
+                    break
+        return sorted(found)
 
     @property
     def _commas(self) -> bool:
@@ -176,8 +191,11 @@ class DelimitedFile:
                         return ValueError(f"{where}: expected {self.width} columns, as in the first line, got {len(row)}")
                     for column, text in enumerate(row):
                         if column in needed and (fault := _expected_instead(text, commas)):
-                            name = f" ({self.names[column]})" if self.names else ""
-                            return ValueError(f"{where}, column {column + 1}{name}: expected {fault}, got {text[:40]!r}")
+                            name = f" ({self.names[column]})" if self.names and self.names[column] else ""
+                            is_text = text.strip() and not is_number(text, commas)
+                            return (TextError if is_text else ValueError)(
+                                f"{where}, column {column + 1}{name}: expected {fault}, got {text[:40]!r}"
+                            )
         return ValueError(f"{self.path}: expected a table of numbers, got one that cannot be read")
 
 
@@ -205,11 +223,16 @@ class _Unpacked(io.RawIOBase):
         return len(data)
 
 
-def _first_lines(stream: TextIO) -> list[str]:
-    """Returns the first lines that hold more than spaces."""
+def _first_lines(path: Path, stream: TextIO) -> list[str]:
+    """Returns the first lines that hold more than spaces, looked for in the first `LONGEST_LINE` characters."""
     lines: list[str] = []
-    characters = 0
-    for line in stream:
+    characters, read = 0, 0
+    while read < LONGEST_LINE and (line := stream.readline(LONGEST_LINE)):
+        read += len(line)
+        if len(line) == LONGEST_LINE:
+            raise ValueError(
+                f"{path}: expected lines of less than {LONGEST_LINE:,} characters, got a longer one; is this a table?"
+            )
         if line.strip(" \r\n"):
             lines.append(line)
             characters += len(line)
@@ -253,7 +276,9 @@ def _expected_instead(text: str, commas: bool) -> str:
     if not text.strip():
         return "a number in every cell; remove rows with empty cells or fill them in"
     if not is_number(text, commas):
-        return "a number, with a decimal point (only a header line may contain text, or a column that is left out with drop)"
+        if text.strip().lower() in ("true", "false"):
+            return "a number; write 1 and 0 for true and false"
+        return "a number, with a decimal point (only a header line may contain text, or a column that is left out)"
     if commas and COMMA_NUMBER.fullmatch(text.strip()):
         text = text.replace(",", ".")
     return "" if abs(float(text)) <= FLOAT32_MAX else "a finite number that float32 can hold"

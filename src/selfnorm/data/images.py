@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from selfnorm.data.locate import require_module
 from selfnorm.data.safe_files import expect_fits_memory, expect_regular, files_below
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 # Pillow goes by a file's content, and for some formats starts other programs, such as Ghostscript for PostScript.
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 MAX_IMAGE_PIXELS = 89_478_485  # Pillow's default, which a program may have changed

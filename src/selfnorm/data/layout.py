@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from selfnorm.data.delimited import DelimitedFile
+from selfnorm.data.delimited import DelimitedFile, TextError
 from selfnorm.data.headers import is_unnamed
 from selfnorm.data.tables import Table
 from selfnorm.runtime.checks import did_you_mean
 
 EVERYTHING = "*"  # in `keep`: every column, and every line with a number in it
 MOST_NAMED = 5  # columns in a message
+NARROW = ("float16", "float32")
 BLOCK_VALUES = 1 << 24  # to sort at once
 # Reasons to leave out a column.
 COUNTS, INDEX, DROPPED = "counts the rows", "holds distinct whole numbers, as an index does", "dropped"
@@ -31,6 +32,7 @@ class TableLayout:
     width:     the number of all columns.
     left_out:  the positions of columns that are no data, with the reason.
     constant:  the positions of columns that have one value in all rows, with that value; left out as well.
+    stored_in: the type of the numbers, if it is a narrower one than float64; constants are compared in the coarser of two.
     notes:     what else there is to say about the file; not stored.
     """
 
@@ -39,6 +41,7 @@ class TableLayout:
     left_out: tuple[tuple[int, str], ...] = ()
     constant: tuple[tuple[int, float], ...] = ()
     notes: tuple[str, ...] = ()
+    stored_in: str = "float64"
 
     @cached_property
     def used(self) -> tuple[int, ...]:
@@ -71,12 +74,9 @@ class TableLayout:
 
     def labels(self, positions: Sequence[int]) -> str:
         """Returns what a message calls columns at some positions, with the number of those that it does not list."""
-        more = f" and {len(positions) - MOST_NAMED} more" if len(positions) > MOST_NAMED else ""
-        if not self.names:
-            return _plural(positions) + ", ".join(str(position + 1) for position in positions[:MOST_NAMED]) + more
-        if len(positions) == 1:
+        if self.names and len(positions) == 1:
             return self._label(positions[0])
-        return _plural(positions) + ", ".join(self._name(position) for position in positions[:MOST_NAMED]) + more
+        return _plural(positions) + listed([self._name(position) if self.names else str(position + 1) for position in positions])
 
     def without(self, constant: Mapping[int, float]) -> TableLayout:
         """Returns the layout in which columns of the data, counted among those that are used, are left out as constant."""
@@ -115,7 +115,8 @@ class TableLayout:
 
     def facts(self) -> dict[str, Any]:
         """Returns what a checkpoint stores, as JSON can hold it."""
-        return {"names": self.names, "width": self.width, "left_out": self.left_out, "constant": self.constant}
+        facts = {"names": self.names, "width": self.width, "left_out": self.left_out, "constant": self.constant}
+        return facts | {"stored_in": self.stored_in} if self.stored_in in NARROW else facts
 
     @classmethod
     def of_facts(cls, stored: dict[str, Any], used: int) -> TableLayout:
@@ -126,6 +127,7 @@ class TableLayout:
                 int(stored["width"]),
                 tuple((int(position), str(reason)) for position, reason in stored["left_out"]),
                 tuple((int(position), float(value)) for position, value in stored["constant"]),
+                stored_in=next((name for name in NARROW if name == stored.get("stored_in")), "float64"),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"expected the layout of a table, got a damaged one ({error})") from None
@@ -147,6 +149,12 @@ class TableLayout:
         return repr(self.names[position]) if self.names[position] else str(position + 1)
 
 
+def listed(names: Sequence[str]) -> str:
+    """Returns the first names, and the number of those that are not listed."""
+    more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
+
+
 def understand(
     who: str, table: Table, drop: Collection[str] = (), keep: Collection[str] = ()
 ) -> tuple[NDArray[Any], TableLayout]:
@@ -165,7 +173,10 @@ def understand(
     layout = replace(layout, left_out=tuple((position, DROPPED) for position in sorted(dropped)))
     if dropped and not layout.used:
         raise ValueError(f"{who}: expected at least one column to use, got none: all of them are dropped")
-    values = table.numbers(layout.used)
+    try:
+        values = table.numbers(layout.used)
+    except TextError as error:
+        raise ValueError(f"{error}; leave that column out with drop") from None
     notes = ["decimal commas"] if table.decimal_commas else []
     if isinstance(table, DelimitedFile) and table.pairs_of_whole_numbers:
         notes.append("if a line such as 12,5 is one number with a decimal comma, write 12.5")
@@ -173,6 +184,12 @@ def understand(
         place = {position: at for at, position in enumerate(layout.used)}
         found = {each: _as_index(values[:, place[each]]) for each in _unnamed_first(layout) if each not in kept}
         index = {each: reason for each, reason in found.items() if reason}
+        if repeating := [each for each in found if each not in index and (values[:, place[each]] % 1 == 0).all()]:
+            one = len(repeating) == 1
+            notes.append(
+                f"{layout.labels(repeating)} {'holds' if one else 'hold'} whole numbers that repeat and "
+                f"{'is' if one else 'are'} kept: use --drop if {'it is only an index' if one else 'they are only indices'}"
+            )
         if 0 < len(index) < len(place):
             values = values[:, [at for position, at in place.items() if position not in index]]
             layout = replace(layout, left_out=tuple(sorted([*layout.left_out, *index.items()])))
@@ -182,10 +199,10 @@ def understand(
             notes.append(f"{layout.labels(counting)} {verbs} kept: use --drop if {what}")
     twice = [name for name, times in Counter(layout.columns).items() if times > 1]
     if twice:
-        raise ValueError(
-            f"{who}: expected distinct column names, got {', '.join(map(repr, sorted(twice)))} more than once; rename them"
-        )
-    return values, replace(layout, notes=tuple(notes))
+        named = listed([repr(name) for name in sorted(twice)])
+        raise ValueError(f"{who}: expected distinct column names, got {named} more than once; rename them")
+    stored_in = values.dtype.name if values.dtype.name in NARROW else "float64"
+    return values, replace(layout, notes=tuple(notes), stored_in=stored_in)
 
 
 def kept_columns(who: str, layout: TableLayout, keep: Collection[str]) -> set[int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfnorm.data.arrays import is_image_path, open_examples
+from selfnorm.data.delimited import DelimitedFile
+from selfnorm.data.headers import is_unnamed
 from selfnorm.data.images import image_files
-from selfnorm.data.layout import TableLayout
+from selfnorm.data.layout import NARROW, TableLayout
 from selfnorm.data.tables import ArrayTable, Table
 
 MOST_LISTED = 20  # columns in a message
@@ -36,22 +39,25 @@ class MatchedRows:
     understood: str = ""
 
 
-def read_matching(path: Path, layout: TableLayout, ids: Sequence[str] = (), numeric_names: bool = True) -> MatchedRows:
+def read_matching(
+    path: Path, layout: TableLayout, ids: Sequence[str] = (), numeric_names: bool = True, header: bool | None = None
+) -> MatchedRows:
     """Returns the rows of a file for a run whose training data had this layout.
 
     Columns are matched by name where both have names, else by position. A file without the columns that the layout leaves out
     will do as well. The columns `ids`, and columns of text, are carried along; all others are ignored.
 
     numeric_names:  if False, a line with a number in it is no header, unless it holds the names of the training data.
+    header:         whether the first line of a text file holds names; None to decide by what it holds.
     """
     if is_image_path(path):
         if ids:
             raise ValueError(f"{path}: expected a table for --id, got images; their file names identify them")
         files = [str(file.relative_to(path)) for file in image_files(path)] if path.is_dir() else [path.name]
-        images = open_examples(path)
+        images = open_examples(path, header)
         assert isinstance(images, np.ndarray)
         return MatchedRows(images, {"file": files})
-    table = open_examples(path, numeric_names=numeric_names, expected=layout.columns)
+    table = open_examples(path, header, numeric_names=numeric_names, expected=layout.columns)
     if isinstance(table, np.ndarray):
         if ids:
             raise ValueError(f"{path}: expected a table for --id, got an array of shape {table.shape}")
@@ -72,15 +78,16 @@ def _matched(path: Path, table: Table, layout: TableLayout, ids: Sequence[str]) 
     numbers = table.numbers(needed)
     identifying = [_position_of_id(path, table, name) for name in ids]
     if table.names:
-        identifying += [position for position in table.text_columns if position not in needed]
+        identifying += table.texts_among(set(range(table.width)) - {*needed, *identifying})
     identifying = list(dict.fromkeys(identifying))
     carried = dict(zip(_names_of(table, identifying), table.texts(identifying), strict=True))
     differs = None
     if constant:
         differs = [""] * len(numbers)
         for (position, value), found in zip(constant, numbers[:, len(used) :].T, strict=True):
-            narrow = found.dtype.kind == "f" and found.dtype.itemsize < 8  # then the file's value is a rounded one
-            for row in np.flatnonzero(found != (found.dtype.type(value) if narrow else value)):
+            coarse = next((kind for kind in NARROW if kind in (found.dtype.name, layout.stored_in)), None)
+            unlike = found.astype(coarse) != np.dtype(coarse).type(value) if coarse else found != value
+            for row in np.flatnonzero(unlike):
                 name = layout.names[position] if layout.names else str(position + 1)
                 differs[row] += f", {name}" if differs[row] else name
     values = numbers[:, : len(used)] if constant else numbers
@@ -94,28 +101,37 @@ def _places_by_name(path: Path, table: Table, layout: TableLayout) -> dict[int, 
     if missing:
         raise ValueError(
             f"{path}: expected the columns of the training data, {_list(layout.columns)}, got {_list(table.names)}, without "
-            f"{_list([repr(layout.names[position]) for position in missing])}"
+            f"{_list(_called(layout.names, missing))}"
         )
     places = {position: where[layout.names[position]] for position in layout.written if layout.names[position] in where}
     times = Counter(table.names)
-    if twice := [layout.names[position] for position in places if times[layout.names[position]] > 1]:
-        raise ValueError(f"{path}: expected each column once, got {', '.join(map(repr, twice))} more than once; rename them")
+    if twice := [position for position in places if times[layout.names[position]] > 1]:
+        raise ValueError(
+            f"{path}: expected each column once, got {_list(_called(layout.names, twice))} more than once; rename them"
+        )
     return places
 
 
 def _places_by_position(table: Table, layout: TableLayout) -> dict[int, int]:
     """Returns the same for a file without names: it has all columns, or those of samples, or only the data.
 
-    Empty if it has another number of columns.
+    Any of them may follow first columns without a name, such as an index. Empty if it has another number of columns.
     """
     choices = (tuple(range(layout.width)), layout.written, layout.used)
-    present = next((positions for positions in choices if len(positions) == table.width), None)
+    unnamed = len(list(takewhile(is_unnamed, table.names)))
+    tried = ((positions, start) for start in dict.fromkeys((0, unnamed)) for positions in choices)
+    present, start = next((each for each in tried if len(each[0]) + each[1] == table.width), ((), 0))
     wanted = set(layout.written)
-    return {position: place for place, position in enumerate(present or ()) if position in wanted}
+    return {position: place for place, position in enumerate(present, start) if position in wanted}
 
 
 def _list(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_LISTED]) + (f", … ({len(names)} in all)" if len(names) > MOST_LISTED else "")
+
+
+def _called(names: Sequence[str], positions: Iterable[int]) -> list[str]:
+    """Returns what a list in a message calls columns: their names, or their numbers where they have none."""
+    return [repr(names[position]) if names[position] else f"column {position + 1}" for position in positions]
 
 
 def _position_of_id(path: Path, table: Table, name: str) -> int:
@@ -126,9 +142,10 @@ def _position_of_id(path: Path, table: Table, name: str) -> int:
                 f"{path}: expected --id to name one column, got {name!r}, the name of columns {numbers}; rename them"
             )
         return found[0]
-    if not table.names and name.isdecimal() and 0 < int(name) <= table.width:
-        return int(name) - 1
-    known = _list([repr(each) for each in table.names]) if table.names else f"a number from 1 to {table.width}"
+    number = int(name) - 1 if name.isascii() and name.isdecimal() and len(name) < 10 else -1
+    if 0 <= number < table.width and (not table.names or is_unnamed(table.names[number])):
+        return number
+    known = _list(_called(table.names, range(table.width))) if table.names else f"a number from 1 to {table.width}"
     raise ValueError(f"{path}: expected --id to name a column, {known}, got {name!r}")
 
 
@@ -144,13 +161,18 @@ def _names_of(table: Table, positions: Sequence[int]) -> list[str]:
 
 def _say(table: Table, layout: TableLayout, by_name: bool, places: dict[int, int], needed: set[int]) -> str:
     parts = []
+    if isinstance(table, DelimitedFile) and table.guessed:
+        read, otherwise = ("names", "--no-header if they are a row") if table.names else ("a row", "--header if they are names")
+        parts.append(f"the numbers of the first line ({table.guessed}) are read as {read}: use {otherwise}")
     if not by_name and layout.names and not isinstance(table, ArrayTable):  # arrays never have names
         parts.append("columns matched by position, not by name")
+    if table.names and not by_name and (first := set(range(min(places.values()))) - needed):  # without a name
+        parts.append(f"ignored: {_list(_called(table.names, sorted(first)))}")
     if by_name:
-        extra = [name for place, name in enumerate(table.names) if place not in needed]
         left_out = {layout.names[position] for position, _ in layout.left_out}
-        if extra := [name for name in extra if name not in left_out]:
-            parts.append(f"ignored: {_list([repr(name) for name in extra])}")
+        extra = [place for place, name in enumerate(table.names) if place not in needed and name not in left_out]
+        if extra:
+            parts.append(f"ignored: {_list(_called(table.names, extra))}")
         if absent := [position for position, _ in layout.constant if position not in places]:
             parts.append(f"constant in the training data and not in this file: {layout.labels(absent)}")
     if table.decimal_commas:

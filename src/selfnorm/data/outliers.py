@@ -17,6 +17,7 @@ LARGEST_PART, FEW = 0.01, 3  # of the rows, or one in 20 up to three; more of th
 # How many times as far as the largest of all rows is expected to lie. A row of 200 columns four times as wide as others costs the
 # others 0.3 nats; the same for fewer rows, whose tail is less well known, would set aside rows of heavy tails.
 FACTOR, FACTOR_ROWS = 2.5, 600
+TABLES = 100.0  # one clean table in so many with heavy tails, up to Cauchy's, may lose a row
 BLOCK_VALUES = 1 << 22
 
 
@@ -35,20 +36,23 @@ def gross_outliers(x: NDArray[np.floating]) -> list[Outlier]:
 
     The tail of each column, and of the length of the rows in robust units, is extrapolated as a power law from its largest values
     without as many of the outermost. A row is a gross outlier if it lies several times beyond the place where the largest of N
-    values is expected. So the rule follows heavy tails, such as Cauchy's. Cost: O(N·D).
+    values is expected, and beyond what one in `TABLES` clean tables has. So the rule follows heavy tails, such as Cauchy's.
+    Cost: O(N·D).
     """
     total = len(x)
     if total < LEAST_ROWS or not x.shape[1]:
         return []
     width = int((x != x[:1]).any(0).sum())  # constant columns are left out later, and must not matter
     most = max(int(LARGEST_PART * total), min(FEW, total // LEAST_ROWS))
+    powers: list[float] = []
     excess, entry, length = np.zeros(total), np.zeros(total, np.int64), np.zeros(total)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         for start, values in _blocks(x):
             low, centre, high = np.quantile(_thinned(values), (0.25, 0.5, 0.75), axis=0)
             distance = np.abs(values - centre)
             far, power = _tail(distance, most)
-            limit = FACTOR * (1 + FACTOR_ROWS / total) * far * ((most + 1) * width) ** power
+            powers += power[far > 0].tolist()
+            limit = _beyond(power, FACTOR_ROWS / total) * far * ((most + 1) * width) ** power
             ratio = np.where(limit > 0, distance / limit, 0.0)
             worst = ratio.argmax(1)
             largest = ratio[np.arange(total), worst]
@@ -60,7 +64,9 @@ def gross_outliers(x: NDArray[np.floating]) -> list[Outlier]:
         far, power = _tail(length[:, None], most)
         # The lengths of rows with many columns are nearly equal; then few of them tell how far the largest may lie.
         unsure = np.minimum(1.0, 2 * power) if width > 1 else 1.0
-        limit = FACTOR * (1 + FACTOR_ROWS / total * unsure) * far * (most + 1) ** power
+        # Sums of many heavy tails look lighter than they are until far out.
+        heaviest = np.maximum(power, np.median(powers or [0.0]))
+        limit = _beyond(heaviest, FACTOR_ROWS / total * unsure) * far * (most + 1) ** power
         excess = np.maximum(excess, np.where(limit > 0, length / limit, 0.0))
     found = np.flatnonzero(excess > 1)
     found = np.sort(found[np.argsort(-excess[found], kind="stable")][:most])
@@ -80,11 +86,13 @@ def describe_outliers(found: Sequence[Outlier], total: int, labels: Sequence[str
         f"[{each.usual[0]:.4g}, {each.usual[1]:.4g}])"
         for each in found[:3]
     ]
-    rest = [str(each.row) for each in found[3:20]]
-    more = f", and rows {', '.join(rest)}{', …' if len(found) > 20 else ''}" if rest else ""
+    rest = [str(each.row) for each in found[3:10]]
+    more = f", row{'s' if len(rest) > 1 else ''} {', '.join(rest)}" if rest else ""
+    more += f" and {len(found) - 10:,} more" if len(found) > 10 else ""
+    they, them = ("it lies", "it") if len(found) == 1 else ("they lie", "them")
     return (
-        f"{len(found)} of {total} rows set aside, neither trained nor tested on, because they lie far from all others: "
-        f"{', '.join(shown)}{more}; rows are numbered from 0, as `score` numbers them; keep them with {overrule}"
+        f"{len(found)} of {total} rows set aside, neither trained nor tested on, because {they} far from all others: "
+        f"{', '.join(shown)}{more}; rows are numbered from 0, as `score` numbers them; keep {them} with {overrule}"
     )
 
 
@@ -108,6 +116,12 @@ def _tail(distance: Floats, most: int) -> tuple[Floats, Floats]:
     near, far = ordered[:, inner], ordered[:, outer]
     decades = np.log10((total - inner) / (most + 1))
     return far, np.minimum(np.where(near > 0, np.log10(far / near) / decades, 2.0), 2.0)
+
+
+def _beyond(power: Floats, unsure: Floats | float) -> Floats:
+    """Returns how many times beyond the expected largest value an outlier must be: where one table in `TABLES` has a value."""
+    beyond: Floats = np.maximum(FACTOR * (1 + unsure), TABLES ** np.minimum(power, 1.0))
+    return beyond
 
 
 def _described(x: NDArray[np.floating], row: int, entry: int, found: NDArray[np.int64]) -> Outlier:

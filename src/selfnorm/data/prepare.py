@@ -95,22 +95,26 @@ def with_notes(dataset: Dataset, notes: Sequence[str]) -> Dataset:
     return replace(dataset, notes=(*dataset.notes, *filter(None, (*notes, note_on_size(dataset)))))
 
 
-def note_on_size(dataset: Dataset) -> str:
-    """Returns a line that says what so few examples can tell, or an empty text if there are enough."""
+def note_on_size(dataset: Dataset, tests: bool = True) -> str:
+    """Returns a line that says what so few examples can tell, or an empty text if there are enough.
+
+    tests:  whether there is a test part; without, held-out rows only decide when training stops.
+    """
     rows, validated, tested = len(dataset.train), len(dataset.validation), len(dataset.test)
-    held_out, width, tabular = min(validated, tested), math.prod(dataset.shape), dataset.levels is None
-    sizes = f"{rows} examples to train on, {validated} to validate, {tested} to test"
+    width, tabular = math.prod(dataset.shape), dataset.levels is None
+    sizes = f"{rows} examples to train on, {validated} to validate{f', {tested} to test' if tests else ''}"
+    columns = f"{width} column{'s' if width != 1 else ''}"
     if tabular and rows <= width:
         return (
-            f"{sizes}, for {width} columns: with fewer rows than columns every column is a combination of the others, so the "
+            f"{sizes}, for {columns}: with no more rows than columns every column is a combination of the others, so the "
             "likelihood says little; use more rows or fewer columns"
         )
-    if held_out < FEW_EXAMPLES:
+    if tests and (held_out := min(validated, tested)) < FEW_EXAMPLES:
         error = f"{1 / math.sqrt(held_out):.2g} times the spread of a single one's"
         return (
             f"{sizes}: the mean likelihood of so few has a standard error of about {error}; treat it as a rough estimate, or use "
             "more examples"
         )
     if tabular and rows < ROWS_PER_COLUMN * width:
-        return f"{sizes}, for {width} columns: expect overfitting; use more rows or fewer columns"
+        return f"{sizes}, for {columns}: expect overfitting; use more rows or fewer columns"
     return ""

@@ -13,6 +13,7 @@ from selfnorm.data.dependence import namer
 
 LARGEST_ROUNDING = 1e-3  # relative to the spread of a column
 SPREADS = (1e-30, 1e30)  # that float32 can standardise
+WIDE_SPREADS = (1e-130, 1e130)  # that float64 can, so that no row is beyond `FARTHEST`
 
 
 def as_resolved(x: NDArray[np.generic]) -> NDArray[np.floating]:
@@ -92,18 +93,20 @@ def from_origin(x: Tensor, origin: Tensor | None) -> Tensor:
     return x if origin is None else (x - origin).float()
 
 
-def expect_spread(who: str, train: Tensor, labels: Sequence[str]) -> None:
+def expect_spread(who: str, train: Tensor, labels: Sequence[str], spreads: tuple[float, float] = SPREADS) -> None:
     """Raises ValueError, naming the column, if the standard deviation of real-valued examples is too small or too large.
 
-    labels:  what to call each column, as in `Dependence.described`.
+    labels:   what to call each column, as in `Dependence.described`.
+    spreads:  the smallest and the largest.
     """
     flat = train.flatten(1).numpy()
     with np.errstate(over="ignore", invalid="ignore"):
-        spread = np.array([column.std(dtype=np.float64) for column in flat.T])
-        usual = (spread >= SPREADS[0]) & (spread <= SPREADS[1])
+        units = np.where((largest := np.abs(flat).max(0)) > 0, largest, 1)  # squares would leave the range of numbers first
+        spread = np.array([unit * (column / unit).std(dtype=np.float64) for unit, column in zip(units, flat.T, strict=True)])
+        usual = (spread >= spreads[0]) & (spread <= spreads[1])
     for index in np.flatnonzero(~usual & (flat != flat[0]).any(0))[:1]:  # constants are told of elsewhere
         label = namer(labels)(int(index))
         raise ValueError(
-            f"{who}: expected columns with a standard deviation from {SPREADS[0]:g} to {SPREADS[1]:g}, got "
+            f"{who}: expected columns with a standard deviation from {spreads[0]:g} to {spreads[1]:g}, got "
             f"{spread[index]:.2g} in {label if label.startswith('column') else f'column {label}'}; change its unit"
         )

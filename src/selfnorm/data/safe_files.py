@@ -96,7 +96,9 @@ def files_below(folder: Path, endings: tuple[str, ...], what: str) -> list[Path]
                     if entry.is_dir(follow_symlinks=False):
                         if entry.path not in SYSTEM_FOLDERS:
                             waiting.append(entry.path)
-                    elif entry.name.lower().endswith(endings) and not entry.is_dir():
+                    elif entry.name.lower().endswith(endings) and not (
+                        entry.is_symlink() and Path(entry.path).is_dir()  # entry.is_dir() fails for a link to itself
+                    ):
                         found.append(Path(entry.path))
                         continue
                     others += 1

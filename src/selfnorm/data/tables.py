@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from selfnorm.data.delimited import FLOAT32_MAX, DelimitedFile
+from selfnorm.data.delimited import FLOAT32_MAX, DelimitedFile, TextError
 from selfnorm.data.locate import require_module
 from selfnorm.data.resolution import expect_distinguishable
 from selfnorm.data.safe_files import STANDARD_INPUT, expect_fits_memory, expect_regular
@@ -22,13 +22,11 @@ class Table(Protocol):
     """A table whose columns can be read by position, counted from 0.
 
     names:           of all columns, empty if the file has none.
-    text_columns:    the positions of columns that hold text.
     decimal_commas:  whether the numbers that were read had decimal commas.
     """
 
     names: tuple[str, ...]
     width: int
-    text_columns: tuple[int, ...]
     decimal_commas: bool
 
     def numbers(self, positions: Sequence[int]) -> NDArray[Any]:
@@ -36,6 +34,9 @@ class Table(Protocol):
 
     def texts(self, positions: Sequence[int]) -> list[list[str]]:
         """Returns the cells of some columns as text, a list for each."""
+
+    def texts_among(self, positions: Collection[int]) -> list[int]:
+        """Returns which of some columns hold text, in ascending order."""
 
 
 def open_table(path: Path, header: bool | None = None, numeric_names: bool = True, expected: Collection[str] = ()) -> Table:
@@ -57,7 +58,6 @@ class ArrayTable:
     def __init__(self, values: NDArray[Any]) -> None:
         self.names: tuple[str, ...] = ()
         self.width = values.shape[1]
-        self.text_columns: tuple[int, ...] = ()
         self.decimal_commas = False
         self._values = values
 
@@ -66,6 +66,9 @@ class ArrayTable:
 
     def texts(self, positions: Sequence[int]) -> list[list[str]]:
         return [[str(value) for value in self._values[:, position].tolist()] for position in positions]
+
+    def texts_among(self, positions: Collection[int]) -> list[int]:
+        return []
 
 
 class ParquetFile:
@@ -81,18 +84,17 @@ class ParquetFile:
         self._types = list(schema.types)
         self.width = len(self.names)
         self.decimal_commas = False
-        self.text_columns = tuple(index for index, kind in enumerate(self._types) if self._is_text(kind))
 
-    def numbers(self, positions: Sequence[int]) -> NDArray[np.float64]:
+    def numbers(self, positions: Sequence[int]) -> NDArray[np.floating]:
         expect_fits_memory(self.path, 16 * self._rows * len(positions))  # as stored, and as float64
         for position in positions:
             if not self._is_numeric(self._types[position]):
-                raise ValueError(
-                    f"{self.path}: expected columns of numbers, got {self._types[position]} in column {self.names[position]!r}; "
-                    "remove that column, or leave it out with drop"
+                raise TextError(
+                    f"{self.path}: expected columns of numbers, got {self._types[position]} in column {self.names[position]!r}"
                 )
         columns = self._columns(positions)
-        values = np.empty((self._rows, len(positions)), np.float64)
+        narrow = all(self._types[position] in (self._arrow.float16(), self._arrow.float32()) for position in positions)
+        values: NDArray[np.floating] = np.empty((self._rows, len(positions)), np.float32 if narrow else np.float64)
         for index, (position, column) in enumerate(zip(positions, columns, strict=True)):
             self._fill(values[:, index], column, f"column {self.names[position]!r}")
         return values
@@ -100,7 +102,10 @@ class ParquetFile:
     def texts(self, positions: Sequence[int]) -> list[list[str]]:
         return [["" if value is None else str(value) for value in column.to_pylist()] for column in self._columns(positions)]
 
-    def _fill(self, values: NDArray[np.float64], column: Any, name: str) -> None:
+    def texts_among(self, positions: Collection[int]) -> list[int]:
+        return [position for position in sorted(positions) if self._is_text(self._types[position])]
+
+    def _fill(self, values: NDArray[np.floating], column: Any, name: str) -> None:
         if column.null_count:
             row = int(np.argmax(column.is_null().to_numpy()))
             raise ValueError(
@@ -120,7 +125,7 @@ class ParquetFile:
     def _columns(self, positions: Sequence[int]) -> list[Any]:
         names = [self.names[position] for position in positions]
         if len(set(self.names)) < self.width:  # then pyarrow cannot read some of them by name
-            table = self._read(lambda: self._parquet.read_table(self.path))
+            table = self._read(lambda: self._parquet.ParquetFile(self.path).read())
             return [table.column(position) for position in positions]
         table = self._read(lambda: self._parquet.read_table(self.path, columns=names))
         return [table.column(name) for name in names]

@@ -119,17 +119,25 @@ class Trained:
         return torch.from_numpy(self.layout.completed(samples.numpy())) if self.layout.constant else samples
 
     def score(
-        self, file: Path, samples: int = 1, seed: int = 0, *, ids: Sequence[str] = (), constants_count: bool = True
+        self,
+        file: Path,
+        samples: int = 1,
+        seed: int = 0,
+        *,
+        ids: Sequence[str] = (),
+        constants_count: bool = True,
+        header: bool | None = None,
     ) -> Scores:
         """Returns the exact log-likelihood of each row of a file, and its rank among the training data's.
 
         ids:              columns of the file that identify its rows, to be carried along, besides those of text.
         constants_count:  whether a row that differs in a column that was constant in the training data has likelihood 0, as the
                           data say; else it has the likelihood of its other columns.
+        header:           whether the first line of a text file holds names; by default decided by what it holds.
         """
         recipe = self.checkpoint.recipe
         numeric_names = recipe.data.header is not False and EVERYTHING not in recipe.data.keep
-        matched = read_matching(file, self.layout, ids, numeric_names)
+        matched = read_matching(file, self.layout, ids, numeric_names, header)
         table = self._unflattened(as_examples(str(file), matched.values, "exact"), file)
         self._check_shape(table, str(file))
         levels = self.checkpoint.levels
