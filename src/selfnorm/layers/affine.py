@@ -36,12 +36,13 @@ class Affine(Bijection):
 
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self._check(x)
-        note_slopes(self.scale.abs().log())
-        return (x + self.shift) * self.scale, self._log_det(x)
+        log_scale = self.scale.abs().log()
+        note_slopes(log_scale)
+        return (x + self.shift) * self.scale, _log_det(x, log_scale)
 
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self._check(z)
-        return z / self.scale - self.shift, -self._log_det(z)
+        return z / self.scale - self.shift, -_log_det(z, self.scale.abs().log())
 
     def _check(self, x: Tensor) -> None:
         expect_batch(self, x)
@@ -53,9 +54,6 @@ class Affine(Bijection):
                     f"{describe(self)}: expected examples that a {name} of shape {tuple(value.shape)} broadcasts to, "
                     f"got {tuple(event)}"
                 )
-
-    def _log_det(self, x: Tensor) -> Tensor:
-        return self.scale.abs().log().expand(x.shape[1:]).sum().repeat(x.shape[0])
 
 
 class Standardize(Affine):
@@ -87,3 +85,7 @@ class Standardize(Affine):
         self.shift.copy_(-mean)
         self.scale.copy_(1 / deviation)
         self.initialized.fill_(True)
+
+
+def _log_det(x: Tensor, log_scale: Tensor) -> Tensor:
+    return log_scale.expand(x.shape[1:]).sum().repeat(x.shape[0])
