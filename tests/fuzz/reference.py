@@ -91,8 +91,17 @@ def _text(content: bytes) -> tuple[str | None, bool]:
 def _separator(text: str, name: str) -> str:
     if ".tsv" in name:
         return "\t"
-    line = next((line for line in io.StringIO(text, newline="") if line.strip()), "")  # also one of tabs, where tabs separate
-    return next((separator for separator in ";,\t" if separator in line), ",")
+    lines = [line for line in io.StringIO(text, newline="") if line.strip()]  # also one of tabs, where tabs separate
+    present = [separator for separator in ";,\t" if lines and separator in lines[0]]
+    return next((separator for separator in present if _is_even(lines, separator)), next(iter(present), ","))
+
+
+def _is_even(lines: list[str], separator: str) -> bool:
+    """Returns whether a separator divides all lines into the same number of cells."""
+    try:
+        return len({len(row) for row in csv.reader(lines, delimiter=separator)}) == 1
+    except csv.Error:
+        return False
 
 
 def _headers(cells: list[list[str]]) -> tuple[list[tuple[str, ...]], bool]:
@@ -105,8 +114,9 @@ def _headers(cells: list[list[str]]) -> tuple[list[tuple[str, ...]], bool]:
         return [first], any(cell.lower() in ("nan", "inf") for cell in first)
     start = 1 if first[0] in COUNTING_NAMES else 0
     if first[start:] == tuple(str(index) for index in range(len(first) - start)):  # as pandas names columns
-        below = [cell.strip() for row in cells[1:] for cell in row[start:]]
-        if start or not all(re.fullmatch(r"-?\d+", cell) for cell in below):
+        kinds = [{re.fullmatch(r"-?\d+", cell.strip()) is None for cell in column} for column in zip(*cells[1:], strict=True)]
+        # pandas writes columns of whole numbers, or of numbers that all have a point; others may be three rows of anything
+        if start or (any(True in kind for kind in kinds) and (len(kinds) > 2 or all(len(kind) == 1 for kind in kinds))):
             return [first], True
         return [first, ()], True
     if all(numeric):
