@@ -19,6 +19,7 @@ from selfnorm.linalg.wide import in_float64, widened
 from selfnorm.runtime.autograd import is_transformed
 from selfnorm.runtime.checks import describe
 from selfnorm.runtime.context import step_context
+from selfnorm.runtime.modules import all_modules
 from selfnorm.runtime.rounding import Rounding
 
 # Up to this growth the likelihoods of single matrices of 4 to 300 rows were off by at most 6e-5 nats a dimension in float32, at
@@ -36,13 +37,13 @@ LARGEST_CONDITION = {torch.float32: 1e8, torch.float64: 1e12}
 class Compared(NamedTuple):
     """What is known of a flow's rounding errors.
 
-    conditions:  the condition numbers of its linear layers, which stand for its weights.
-    float64:     whether it needs float64.
-    sizes:       the largest norms of rows, at each linear layer and at both ends, for which it does not; None if too few rows
-                 were compared to tell.
+    weights:  what stands for its weights: the condition numbers of its linear layers and the norms of all its tensors.
+    float64:  whether it needs float64.
+    sizes:    the largest norms of rows, at each linear layer and at both ends, for which it does not; None if too few rows
+              were compared to tell.
     """
 
-    conditions: tuple[float, ...]
+    weights: tuple[float, ...]
     float64: bool
     sizes: Tensor | None = None
 
@@ -62,7 +63,8 @@ def forward_accurately(
 
     If even float64 is too little, a warning that starts with `who` says so, once for each set of weights.
 
-    log_base:  the log-density of z in its own precision; None stands for the standard normal's.
+    log_base:  the log-density of z in its own precision; None stands for the standard normal's. Of a base of the user's own
+               nothing is known, so its rows are compared at each call.
     """
     if is_transformed() or not x.numel():
         return *bijection(x, context=context), last
@@ -73,29 +75,30 @@ def forward_accurately(
     bounded = rounding.growth() * max(1.0, square) <= FLOAT32_GROWTH
     if (bounded and log_base is None) or not math.isfinite(square):
         return z, log_det, last
-    conditions = tuple(condition for _, condition in rounding.conditions)
-    known = last if last is not None and last.conditions == conditions else None
+    weights = (*(condition for _, condition in rounding.conditions), *_norms_of_tensors(bijection, x))
+    known = last if last is not None and last.weights == weights else None
     if known is None:
         _warn_above(who, rounding.conditions, x.dtype)
     if x.dtype != torch.float32:
-        return z, log_det, known or Compared(conditions, float64=False)
+        return z, log_det, known or Compared(weights, float64=False)
     sizes = rounding.sizes(x, z)
     largest = sizes.amax(1)
     try:
-        if known is None or not known.holds_for(largest):
-            needed = max(conditions, default=0.0) > FLOAT32_GROWTH or _differs(
+        if known is None or log_base is not None or not known.holds_for(largest):
+            needed = any(condition > FLOAT32_GROWTH for _, condition in rounding.conditions) or _differs(
                 bijection, x, context, z, log_det, log_base or _log_normal, sizes
             )
-            known = Compared(conditions, needed, None if needed or len(x) < COMPARED_ROWS else largest)
+            known = Compared(weights, needed, None if needed or len(x) < COMPARED_ROWS else largest)
         if known.float64:
             wide = _forward_in_float64(bijection, x, context)
             if log_base is not None:
                 log_base(wide[0][:1])
             return *wide, known
+    except torch.OutOfMemoryError:  # fewer rows may do
+        raise
     except (RuntimeError, TypeError) as error:
         if not bounded:
             _warn_of_float32(who, error)
-        known = Compared(conditions, False, torch.full_like(largest, math.inf))
     return z, log_det, known
 
 
@@ -114,6 +117,8 @@ def inverse_accurately(who: str, bijection: Any, z: Tensor, context: Tensor | No
     try:
         with torch.autocast(z.device.type, enabled=False):
             return cast(Tensor, in_float64(bijection).inverse(to_float64(z), context=widened(context))[0]).to(z)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError) as error:
         _warn_of_float32(who, error)
         return x
@@ -142,6 +147,19 @@ def _differs(
     error = (log_base(z[rows]).to(exact_z) - log_base(exact_z)).abs()
     error = error + (log_det[rows].to(exact_z) - exact_log_det).abs()
     return not bool((error <= FLOAT32_ERROR * z[0].numel()).all())
+
+
+@torch.no_grad()
+def _norms_of_tensors(module: nn.Module, like: Tensor) -> list[float]:
+    """Returns the norms of a module's parameters and buffers: they show a change of weights however it was made."""
+    tensors = [
+        value
+        for each in all_modules(module)
+        for value in (*each._parameters.values(), *each._buffers.values())
+        if value is not None and value.is_floating_point()
+    ]
+    norms = torch._foreach_norm(tensors) if tensors else ()
+    return torch.stack([norm.to(like) for norm in norms]).tolist() if norms else []
 
 
 def _log_normal(z: Tensor) -> Tensor:
