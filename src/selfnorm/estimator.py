@@ -50,8 +50,8 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
     patience:               the number of validations without a new best before training stops; there is one validation
                             every 2 % of max_steps.
     contamination:          the fraction of the training rows that `predict` labels as outliers.
-    set_outliers_aside:     whether rows that lie far from all others, at most one in a hundred or three, are left out of training
-                            and validation; they are scored like any others.
+    set_outliers_aside:     whether rows that lie far from all others are left out of training and validation: at most one in a
+                            hundred, or in a small table one in 20, up to three. They are scored like any others.
     random_state:           the seed for everything: split, weights, order.
     device:                 where to train; the fitted flow scores on the CPU, in float64.
     on_interrupt:           what Ctrl-C does during training: "raise" a KeyboardInterrupt, or "keep" the best flow so far, with a

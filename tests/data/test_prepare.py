@@ -10,7 +10,7 @@ from selfnorm.data import load_dataset, read_examples
 from selfnorm.data.dataset import Dataset
 from selfnorm.data.dependence import dependent_columns, expect_independent
 from selfnorm.data.outliers import describe_outliers, gross_outliers
-from selfnorm.data.prepare import expect_density, note_on_size
+from selfnorm.data.prepare import expect_float32_spread, note_on_size
 from selfnorm.data.resolution import as_resolved, from_origin, origin_of
 
 GENERATOR = np.random.default_rng
@@ -82,11 +82,11 @@ def test_wide_and_narrow_parts_do_not_mix():
 def test_a_scale_that_float32_cannot_hold_is_refused_by_name(scale, message):
     table = torch.from_numpy(normal(100, 2) * [1, scale])
     with pytest.raises(ValueError, match=r"far: expected columns with a standard deviation from 1e-30 to 1e\+30"):
-        expect_density(Dataset("far", table, table, table))
+        expect_float32_spread(Dataset("far", table, table, table))
     with pytest.raises(ValueError, match=message):
-        expect_density(Dataset("far", table, table, table))
+        expect_float32_spread(Dataset("far", table, table, table))
     with pytest.raises(ValueError, match="in column 'b'; change its unit"):
-        expect_density(Dataset("far", table, table, table, columns=("a", "b")))
+        expect_float32_spread(Dataset("far", table, table, table, columns=("a", "b")))
 
 
 @pytest.mark.parametrize("width", [50, 1000])

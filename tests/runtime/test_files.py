@@ -14,7 +14,7 @@ from selfnorm.runtime.files import is_stream, remove_leftovers, replacing, repla
 def test_a_full_disk_names_the_file_and_how_to_go_on(tmp_path, number):
     (tmp_path / "x.csv").write_text("old")
     with (
-        pytest.raises(OSError, match=r"x\.csv: expected room to write it, got .*; free some"),
+        pytest.raises(OSError, match=r"x\.csv: expected room to write it, got .*; free some space"),
         written_output(tmp_path / "x.csv"),
     ):
         raise OSError(number, os.strerror(number))

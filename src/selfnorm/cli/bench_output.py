@@ -37,7 +37,7 @@ def output_files(json: Path | None, figure: Path | None, force: bool, draws: boo
         if path is None:
             continue
         if is_stream(path):
-            raise ValueError(f"{option}: expected a file to write, got {path}, which is none")
+            raise ValueError(f"{option}: expected a regular file to write, got {path}")
         try:
             with tempfile.TemporaryFile(dir=path.parent):
                 pass

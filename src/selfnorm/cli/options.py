@@ -52,7 +52,7 @@ Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", h
 Force = Annotated[bool, typer.Option("--force", help="Replace output files that exist.")]
 Seed = Annotated[int, typer.Option(help="Seed of all random draws.")]
 Header = Annotated[
-    bool | None, typer.Option("--header/--no-header", help="Whether the first line holds names; default by what it holds.")
+    bool | None, typer.Option("--header/--no-header", help="Whether the first line holds names; detected by default.")
 ]
 OnDivergence = Annotated[
     DivergenceChoice | None,

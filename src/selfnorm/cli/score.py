@@ -27,12 +27,19 @@ def score(
     ],
     ids: Annotated[
         list[str] | None,
-        typer.Option("--id", metavar="COLUMN", help="Copy this column to the output; repeatable. Columns of text always are."),
+        typer.Option(
+            "--id",
+            metavar="COLUMN",
+            help="Copy this column to the output; repeatable. Text columns of a file with a header are always copied.",
+        ),
     ] = None,
     header: Header = None,
     constant_columns: Annotated[
         ConstantsChoice,
-        typer.Option(help="Rows with another value than the only one in training: impossible, −inf, or only flagged."),
+        typer.Option(
+            help="How to score a row that differs from a constant training column: `impossible` gives −inf, `flag` only names "
+            "the column."
+        ),
     ] = ConstantsChoice.impossible,
     output: Output = None,
     force: Force = False,
@@ -45,7 +52,7 @@ def score(
     """Compute the exact log-likelihood of each row, to find outliers. `-o` writes .csv, .npy or .parquet.
 
     Rank 1 is the least likely row of the file. Percentile is the percentage of training data that is less likely than the row.
-    Columns are matched by name. `differs` names the columns with another value than the only one that they had in training.
+    Columns are matched by name. `differs` names the columns whose value differs from their constant training value.
     """
     if str(file) == "-":
         file = STANDARD_INPUT

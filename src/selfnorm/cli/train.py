@@ -118,7 +118,7 @@ def train(
 )
 def fit(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help=".csv, .tsv, both also as .gz, .npy, .npz, .parquet, or a folder of images.")
+        Path, typer.Argument(metavar="FILE", help=".csv or .tsv, also as .gz; .npy, .npz, .parquet, or a folder of images.")
     ],
     settings: Settings = None,
     header: Header = None,
@@ -128,9 +128,7 @@ def fit(
     ] = None,
     keep: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="COLUMN", help="Keep a column that would be left out, such as an index or a constant column; repeatable."
-        ),
+        typer.Option(metavar="COLUMN", help="Keep a column that would be left out, such as an index; repeatable."),
     ] = None,
     run: RunFolderOption = None,
     device: Device = "auto",

@@ -40,7 +40,7 @@ class Dataset:
     levels:   the number of grey levels, 0 … levels − 1, of integer data; None for real numbers.
     columns:  a table's column names, if its file has them.
     table:    how the columns of a table were understood; None for data that are no table.
-    notes:    lines about what was left out of the data, and what it is too small for; shown and logged when training starts.
+    notes:    lines about what was left out of the data, and whether it is too small; shown and logged when training starts.
     """
 
     name: str

@@ -83,7 +83,7 @@ def note_on_constants(prepared: Prepared, what: str) -> str:
     )
 
 
-def expect_density(dataset: Dataset) -> None:
+def expect_float32_spread(dataset: Dataset) -> None:
     """Raises ValueError, naming the columns, if real-valued data has a scale that float32 cannot hold."""
     if dataset.levels is None:
         labels = dataset.table.short_labels if dataset.table is not None else tuple(map(repr, dataset.columns))

@@ -22,7 +22,7 @@ KINDS = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
-# Their files are made by the kernel: some never end, and reading others has effects.
+# Their files are made by the kernel: some never end, and reading others has side effects.
 SYSTEM_FOLDERS = frozenset({"/proc", "/sys", "/dev"})
 MAX_OTHERS = 100_000  # entries of a folder that are no images, beyond the number of images
 NOTICE_SECONDS = 1.0

@@ -176,7 +176,7 @@ def naming_full_disk(path: Path | str) -> Iterator[None]:
             raise
         what = "No space left on device" if error.errno is None else os.strerror(error.errno)
         raise OSError(
-            f"{path}: expected room to write it, got {what!r}; free some, then repeat the command or, for a run, resume it"
+            f"{path}: expected room to write it, got {what!r}; free some space, then repeat the command, or resume the run"
         ) from None
 
 

@@ -18,7 +18,7 @@ from selfnorm.data import NAMES, load_dataset, reads_folder
 from selfnorm.data.batches import Examples, generator_for
 from selfnorm.data.dataset import Dataset, fingerprint, is_image
 from selfnorm.data.locate import OnProgress
-from selfnorm.data.prepare import expect_density
+from selfnorm.data.prepare import expect_float32_spread
 from selfnorm.evaluate.likelihood import evaluating, likelihood, reference_scores
 from selfnorm.flow import Flow, InaccurateInverseWarning, Inverse
 from selfnorm.report import figures
@@ -237,7 +237,7 @@ def dataset_of(recipe: Recipe, on_progress: OnProgress | None = None, *, is_new:
         on_progress=on_progress,
     )
     if is_new:
-        expect_density(dataset)
+        expect_float32_spread(dataset)
     return dataset
 
 

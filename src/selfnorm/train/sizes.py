@@ -17,7 +17,7 @@ def expect_stored(recipe: Recipe, shape: tuple[int, ...], tensors: int, numbers:
     for count, size in enumerate(_matrices(recipe, shape), 1):
         needed += size
         if count > tensors or needed > numbers:
-            raise ValueError(f"expected more than {tensors} tensors with {numbers} numbers in all")
+            raise ValueError(f"expected more than the {tensors} stored tensors, or more than their {numbers} numbers")
 
 
 def _matrices(recipe: Recipe, shape: tuple[int, ...]) -> Iterator[int]:
