@@ -185,6 +185,11 @@ class _Tracked(StoredInverse):
             state_dict.pop(prefix + "weight_inv", None)
             state_dict[prefix + "fallbacks"] = torch.zeros_like(self.fallbacks)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        # What was measured belongs to other weights; a layer built on the meta device has not even the memory for it.
+        if self.residual.is_meta:
+            self.residual = torch.zeros((), dtype=self.weight.dtype, device=self.weight.device)
+        else:
+            self.residual.zero_()
 
 
 class TrackedLinear(_Tracked, DenseMap):
