@@ -52,9 +52,8 @@ class _Tracked(StoredInverse):
 
     def _start_tracking(self, tracker: Tracker, rank: int | None) -> None:
         if tracker not in get_args(Tracker):
-            raise ValueError(
-                f"{type(self).__name__}: expected tracker to be one of {', '.join(get_args(Tracker))}, got {tracker!r}"
-            )
+            kinds = ", ".join(get_args(Tracker))
+            raise ValueError(f"{type(self).__name__}: expected tracker to be one of {kinds}, got {tracker!r}")
         self.tracker = tracker
         inverse = self.inverse_of(to_float64(self.weight.detach())).to(self.weight)
         rows = inverse.shape[0]
@@ -185,11 +184,9 @@ class _Tracked(StoredInverse):
             state_dict.pop(prefix + "weight_inv", None)
             state_dict[prefix + "fallbacks"] = torch.zeros_like(self.fallbacks)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        # What was measured belongs to other weights; a layer built on the meta device has not even the memory for it.
-        if self.residual.is_meta:
-            self.residual = torch.zeros((), dtype=self.weight.dtype, device=self.weight.device)
-        else:
-            self.residual.zero_()
+        # The residual was measured at other weights. A layer built on the meta device has no memory for it yet.
+        reset = torch.zeros_like(self.residual, device=self.weight.device)
+        self.residual = reset if self.residual.is_meta else self.residual.copy_(reset)
 
 
 class TrackedLinear(_Tracked, DenseMap):
@@ -284,9 +281,8 @@ class TrackedConv2d(_Tracked, ConvMap):
         self._start_tracking(tracker, rank)
 
     def extra_repr(self) -> str:
-        return f"{self.channels}, kernel_size={self.kernel_size}, size={self.size}, bias={self.bias is not None}" + (
-            f", tracker={self.tracker!r}"
-        )
+        bias = self.bias is not None
+        return f"{self.channels}, kernel_size={self.kernel_size}, size={self.size}, bias={bias}, tracker={self.tracker!r}"
 
     def check_shape(self, x: Tensor) -> None:
         expect_shape(self, x, self.channels, *self.size)
@@ -340,9 +336,7 @@ class _TrackedLogDet(torch.autograd.Function):
     """weight, R, log_det_gradient, N -> zeros (N,) whose gradient for the weight is that of log|det W|, with R for W⁻¹."""
 
     @staticmethod
-    def forward(
-        ctx: Any, weight: Tensor, R: Tensor, log_det_gradient: Callable[[Tensor, Tensor], Tensor], examples: int
-    ) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, R: Tensor, log_det_gradient: Callable[..., Tensor], examples: int) -> Tensor:
         ctx.save_for_backward(R)
         ctx.log_det_gradient = log_det_gradient
         return R.new_zeros(examples)
