@@ -147,7 +147,8 @@ class Workplace:
 
     def _complete(self, verb: Verb, home: Path) -> None:
         """Makes what a verb needs and does not make itself, where it is missing."""
-        if verb.before and not (home / "run").exists():
+        if verb.before and not (home / "run" / "recipe.toml").exists():
+            shutil.rmtree(home / "run", ignore_errors=True)  # a call may have written to it while it was deleted
             shutil.copytree(self.runs[verb.before], home / "run")
         if verb.target == "out":
             (home / "out").mkdir(exist_ok=True)

@@ -57,6 +57,12 @@ def test_leftovers_of_the_same_file_are_removed_unless_they_are_being_written(tm
     assert all((tmp_path / name).read_text() == "left" for name in kept[:-1])
 
 
+def test_every_writer_removes_what_a_killed_one_left(tmp_path):
+    (tmp_path / ".x.0badf00d.part.json").write_text("left")
+    write_text(tmp_path / "x.json", "{}")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
 def test_the_lock_is_kept_until_the_file_has_its_name(tmp_path):
     with replacing(tmp_path / "x") as temporary, temporary.open("rb") as file:
         with pytest.raises(BlockingIOError):

@@ -25,7 +25,6 @@ from selfnorm.cli.options import (
 )
 from selfnorm.cli.outputs import check_output, data_of, expect_not_input, files_of
 from selfnorm.evaluate.health import repair
-from selfnorm.runtime.files import remove_leftovers
 from selfnorm.train.checkpoint import checkpoint_path, save_checkpoint
 from selfnorm.train.experiments import RECIPES, find_recipe
 from selfnorm.train.recipe import Recipe
@@ -119,7 +118,6 @@ def doctor(
     if not repaired:
         ERR.print("nothing to repair; no file was written")
         return
-    remove_leftovers(output)
     save_checkpoint(output, trained.checkpoint.with_weights(trained.flow), is_new=not force)
     if not json:
         OUT.print(f"\nrepaired {', '.join(repaired)}; written to {output}")

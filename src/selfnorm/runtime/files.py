@@ -40,14 +40,15 @@ def replacing(path: Path, *, is_new: bool = False) -> Iterator[Path]:
 
     is_new:  raises OSError instead of replacing a file that another program has written meanwhile.
 
-    The temporary file is there already, empty, and locked until the end, so that `remove_leftovers` can tell it from one that a
-    killed process left.
+    The temporary file is there already, empty, and locked until the end. Those that killed processes left while they wrote the
+    same file are not locked, and are removed first.
     """
     if not path.parent.is_dir():
         raise OSError(f"{path}: expected a folder to write it to, got none at {path.parent}")
     named, path = path, path.resolve()  # so that a symbolic link stays one
     if path.exists() and not path.is_file():  # otherwise a device such as /dev/stdout would be replaced by a file
         raise OSError(f"{path}: expected a regular file or no file yet, got something else")
+    remove_leftovers(path)
     try:
         temporary, lock = _locked_temporary(path)
     except OSError as error:
@@ -80,12 +81,8 @@ def replacing_file(path: Path, *, is_new: bool = False) -> Iterator[BinaryIO]:
 
 @contextmanager
 def written_output(path: Path, *, is_new: bool = False) -> Iterator[BinaryIO]:
-    """Yields an open file for the bytes of a path that a user named: a stream is written directly, a file replaced at the end.
-
-    Removes what killed processes left while they wrote the same file.
-    """
+    """Yields an open file for the bytes of a path that a user named: a stream is written directly, a file replaced at the end."""
     if not is_stream(path):
-        remove_leftovers(path)
         with replacing_file(path, is_new=is_new) as file:
             yield file
         return
