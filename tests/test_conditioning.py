@@ -33,7 +33,7 @@ from selfnorm.linalg import accurate
 from selfnorm.linalg.wide import in_float64
 from selfnorm.models import fc_flow, glow
 from selfnorm.runtime.context import step_context
-from selfnorm.runtime.rounding import Rounding, note_unbounded
+from selfnorm.runtime.rounding import Rounding
 
 FLOAT32 = torch.float32
 
@@ -269,6 +269,8 @@ def test_a_base_of_the_users_own_takes_part_in_float64():
 class Elsewhere(Bijection):
     """Scales by a tensor that is neither a parameter nor a buffer."""
 
+    notes_rounding = True
+
     def __init__(self):
         super().__init__()
         self.matrix = torch.eye(4, dtype=FLOAT32)
@@ -354,7 +356,6 @@ class Shift(Bijection):
         self.shift = nn.Parameter(torch.zeros(4))
 
     def forward(self, x, *, context=None):
-        note_unbounded()
         return x + self.shift, x.new_zeros(len(x))
 
     def inverse(self, z, *, context=None):
@@ -371,6 +372,33 @@ def test_other_parameters_may_change(write):
         for layer, shift in zip(flow.bijection[1:], (1e6, -1e6), strict=True):
             write(layer.shift, torch.full((4,), shift, dtype=FLOAT32))
     assert_exact(flow, x)
+
+
+class Matrix(Bijection):
+    """A user's own linear layer, which says nothing of rounding errors."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight.to(FLOAT32))
+
+    def forward(self, x, *, context=None):
+        return x @ self.weight.T, torch.linalg.slogdet(self.weight).logabsdet.expand(len(x))
+
+    def inverse(self, z, *, context=None):
+        return torch.linalg.solve(self.weight, z.T).T, -torch.linalg.slogdet(self.weight).logabsdet.expand(len(z))
+
+
+def test_a_layer_that_neither_notes_nor_can_be_copied_is_told():
+    layer = Elsewhere()
+    layer.notes_rounding = False
+    with pytest.warns(RuntimeWarning, match="to check or avoid rounding errors"):
+        Flow(layer).log_prob(torch.randn(20, 4, dtype=FLOAT32))
+
+
+@pytest.mark.parametrize("inside", [lambda layer: layer, Chain, lambda layer: Chain(Chain(layer), SmoothLeakyReLU())])
+def test_a_layer_that_notes_nothing_is_compared(inside):
+    flow = Flow(inside(Matrix(conditioned(4, 1e7))))
+    assert_exact(flow, typical(flow, 4))
 
 
 class ByClass(Bijection):

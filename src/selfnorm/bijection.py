@@ -129,6 +129,8 @@ class Bijection(nn.Module):
         inverse_tracker     return the layer itself if `after_step` updates a stored inverse
         takes_context       set it to False if the layer ignores `context`, so that a flow of such layers refuses one
         planned_inverse     return the layer itself if `auto_inverse` decides how to use a stored inverse
+        notes_rounding      set it to True if `forward` and `inverse` tell how much they can amplify rounding errors (see
+                            `runtime/rounding.py`), or amplify none; `Flow.log_prob` in float32 then has less to compare
 
     Layers inside a layer are called as `layer(x)`, so that hooks see them.
 
@@ -143,6 +145,8 @@ class Bijection(nn.Module):
     draws_after_step = False
     # Whether the layer, or one inside it, uses `context`. Assumed of layers that do not say otherwise.
     takes_context: bool = True
+    # Whether the layer tells how much it can amplify rounding errors. Nothing is assumed of layers that do not say so.
+    notes_rounding = False
 
     @property
     def inverse_tracker(self) -> InverseTracker | None:
@@ -206,6 +210,8 @@ class Chain(Bijection):
     >>> z.shape, log_det.shape, chain.reconstruction_names
     (torch.Size([8, 4]), torch.Size([8]), ('0', '2'))
     """
+
+    notes_rounding = True  # through its layers
 
     def __init__(self, *layers: Bijection) -> None:
         super().__init__()

@@ -30,6 +30,7 @@ class SmoothLeakyReLU(FusableLayer):
     """
 
     takes_context = False
+    notes_rounding = True
 
     def __init__(self, alpha: float = 0.3) -> None:
         super().__init__()
@@ -95,6 +96,7 @@ class Logit(Bijection):
     """
 
     takes_context = False
+    notes_rounding = True
 
     def __init__(self, alpha: float = 1e-6) -> None:
         super().__init__()

@@ -22,6 +22,7 @@ class ActNorm(FusableLayer):
     """
 
     takes_context = False
+    notes_rounding = True
     initialized: Tensor
 
     def __init__(self, channels: int) -> None:

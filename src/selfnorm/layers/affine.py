@@ -16,6 +16,7 @@ class Affine(Bijection):
     """z = (x + shift)·scale, fixed. shift, scale: numbers, or tensors that broadcast against one example."""
 
     takes_context = False
+    notes_rounding = True
     shift: Tensor
     scale: Tensor
 

@@ -12,7 +12,6 @@ from selfnorm.layers.events import sum_event
 from selfnorm.layers.fusable import FusableLayer
 from selfnorm.runtime.checks import describe, expect_like, expect_shape, positive_int
 from selfnorm.runtime.precision import networks_in_bf16
-from selfnorm.runtime.rounding import note_unbounded
 
 
 class ConditionalAffine(FusableLayer):
@@ -21,6 +20,8 @@ class ConditionalAffine(FusableLayer):
     The network is Glow's: 3×3 → ReLU → 1×1 → ReLU → 3×3, `hidden` wide. Its last layer starts at zero, so that the map
     starts as the identity. x: (N, channels, H, W); context: (N, context_channels, H, W).
     """
+
+    notes_rounding = False  # errors of the context pass through the network
 
     def __init__(self, channels: int, context_channels: int, hidden: int = 512) -> None:
         super().__init__()
@@ -41,7 +42,6 @@ class ConditionalAffine(FusableLayer):
 
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         log_scale, shift = self._scale_and_shift(x, context)
-        note_unbounded()  # errors of the context pass through the network
         return x * log_scale.exp() + shift, sum_event(log_scale)
 
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -89,6 +89,8 @@ class AffineCoupling(FusableLayer):
     >>> z.shape, log_det.shape
     (torch.Size([5, 4, 6, 6]), torch.Size([5]))
     """
+
+    notes_rounding = True  # through its `affine`
 
     def __init__(self, channels: int, hidden: int = 512, context_channels: int = 0) -> None:
         super().__init__()

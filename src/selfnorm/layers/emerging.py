@@ -49,6 +49,7 @@ class AutoregressiveConv2d(FusableLayer):
     """
 
     takes_context = False
+    notes_rounding = True
     tap_mask: Tensor
 
     def __init__(

@@ -43,6 +43,7 @@ class ConvExponential(FusableLayer):
 
     surrogate_is_exact = False
     takes_context = False
+    notes_rounding = True
 
     def __init__(self, channels: int, kernel_size: int | Sequence[int] = 3) -> None:
         super().__init__()

@@ -18,6 +18,7 @@ class Squeeze(Bijection):
     """Moves space into channels: (N, C, H, W) → (N, C·f², H/f, W/f). Each f × f patch of a channel becomes f² channels."""
 
     takes_context = False
+    notes_rounding = True
 
     def __init__(self, factor: int = 2) -> None:
         super().__init__()
@@ -50,6 +51,7 @@ class Flatten(ShapeMemory, Bijection):
     saved and loaded."""
 
     takes_context = False
+    notes_rounding = True
 
     def __init__(self, shape: int | Sequence[int] | None = None) -> None:
         super().__init__()
@@ -93,6 +95,8 @@ class Split(ShapeMemory, Bijection):
     >>> z.shape
     torch.Size([5, 144])
     """
+
+    notes_rounding = True  # through its parts
 
     def __init__(self, rest: Bijection, prior: Bijection | None = None) -> None:
         super().__init__()

@@ -30,6 +30,7 @@ class LinearMap(Bijection):
     """
 
     takes_context = False
+    notes_rounding = True
     # One example's shape in the last batch, in either direction. Not state: a convolution takes images of any size.
     example_shape: tuple[int, ...] = ()
 

@@ -35,6 +35,7 @@ class LULinear(Bijection):
     """
 
     takes_context = False
+    notes_rounding = True
     permutation: Tensor
     signs: Tensor
     bias: Tensor | None

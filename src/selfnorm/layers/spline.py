@@ -37,6 +37,7 @@ class SplineActivation(FusableLayer):
     """
 
     takes_context = False
+    notes_rounding = True
 
     def __init__(self, shape: int | Sequence[int], bins: int = 5, bound: float = 10.0) -> None:
         super().__init__()

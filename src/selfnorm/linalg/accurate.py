@@ -61,14 +61,16 @@ def forward_accurately(
 ) -> tuple[Tensor, Tensor, Compared | None]:
     """Returns z and log|det ∂z/∂x| of a bijection, in float64 if float32 is not enough, and what to pass the next time.
 
-    If even float64 is too little, a warning that starts with `who` says so, once for each set of weights.
+    Nothing is known of layers that do not report how much they amplify rounding errors (`Bijection.notes_rounding`): then some
+    rows are compared with float64. If even float64 is too little, a warning that starts with `who` says so, once for each set of
+    weights.
 
     log_base:  the log-density of z in its own precision; None stands for the standard normal's. Of a base of the user's own
                nothing is known, so its rows are compared at each call.
     """
     if is_transformed() or not x.numel():
         return *bijection(x, context=context), last
-    rounding = Rounding()
+    rounding = Rounding(all(getattr(each, "notes_rounding", True) for each in all_modules(bijection)))
     with step_context(rounding=rounding):
         z, log_det = bijection(x, context=context)
     square = float(torch.linalg.vector_norm(z.detach().flatten(1), dim=1).max()) ** 2 / z[0].numel()
@@ -92,7 +94,7 @@ def forward_accurately(
         if known.float64:
             wide = _forward_in_float64(bijection, x, context)
             if log_base is not None:
-                log_base(wide[0][:1])
+                log_base(wide[0][:1])  # raises here, where a warning follows, if the base cannot be copied
             return *wide, known
     except torch.OutOfMemoryError:  # fewer rows may do
         raise
@@ -171,9 +173,9 @@ def _warn_of_float32(who: str, error: Exception) -> None:
     """Warns that some layer or base, of the user's own, keeps tensors where a copy in float64 does not find them."""
     why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
     warnings.warn(
-        f"{who}: expected a flow that can be evaluated in float64, as the condition numbers of its layers ask for, got an error "
-        f"({why}); the result is computed in float32, and may be off by more than 1e-3 nats a dimension. Keep all tensors of a "
-        "layer in its parameters and buffers, and its parts in submodules",
+        f"{who}: expected a flow that can be evaluated in float64, to check or avoid rounding errors, got an error ({why}); the "
+        "result is computed in float32, and may be off by more than 1e-3 nats a dimension. Keep all tensors of a layer in its "
+        "parameters and buffers, and its parts in submodules",
         RuntimeWarning,
         stacklevel=5,
     )

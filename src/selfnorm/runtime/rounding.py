@@ -1,4 +1,4 @@
-"""`Rounding`: what layers tell, during an exact evaluation, of how much rounding errors may grow."""
+"""`Rounding`: bounds on the growth of rounding errors, which layers report during an exact evaluation."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ class Rounding:
     """Collects what bounds the rounding error of a flow's likelihood.
 
     conditions:  linear layers, in order, with estimates of their condition numbers.
+    is_bounded:  whether all layers report how much they amplify errors (`notes_rounding`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_bounded: bool = True) -> None:
         self.conditions: list[tuple[nn.Module, float]] = []
         self._sizes: list[Tensor] = []
         self._logs: list[Tensor] = []  # of factors by which other things magnify errors; read together, at the end
-        self._is_bounded = True
+        self._is_bounded = is_bounded
 
     def note(self, layer: nn.Module, condition: float, x: Tensor) -> None:
         """Notes the condition number of a linear layer and its input; NaN, from an overflow, counts as infinite."""
@@ -35,10 +36,6 @@ class Rounding:
         if self.conditions and self._is_bounded and log_slopes.numel():  # before the first product nothing is rounded
             least, largest = torch.aminmax(log_slopes.detach())
             self._logs.append(largest - least)
-
-    def note_unbounded(self) -> None:
-        """Notes a layer that does not know by how much it magnifies errors."""
-        self._is_bounded = False
 
     def growth(self) -> float:
         """Returns a bound, up to a moderate factor, for how much relative rounding errors grow; for a chain a pessimistic one."""
@@ -62,12 +59,6 @@ def note_slopes(log_slopes: Tensor) -> None:
     """Notes the logarithms of the slopes of an elementwise layer, if an exact evaluation asks for them."""
     if (rounding := current_step().rounding) is not None:
         rounding.note_slopes(log_slopes)
-
-
-def note_unbounded() -> None:
-    """Notes, if an exact evaluation asks, that a layer does not know by how much it magnifies rounding errors."""
-    if (rounding := current_step().rounding) is not None:
-        rounding.note_unbounded()
 
 
 def _norms(x: Tensor) -> Tensor:
