@@ -139,4 +139,4 @@ def test_dependent_entries_of_an_array_are_a_note(tmp_path):
     rows[:, 1, 1] = rows[:, 0, 1]
     np.save(tmp_path / "t.npy", rows)
     told = invoke("fit", tmp_path / "t.npy", *FIT, "--run", tmp_path / "run")
-    assert told.exit_code == 0 and "dependent entries: entry (2, 2) is entry (1, 2); their likelihood has no bound" in told.stderr
+    assert told.exit_code == 0 and "dependent entries: entry (2, 2) is entry (1, 2); their likelihood is unbounded" in told.stderr

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from selfnorm.layers.spline import SplineActivation
     from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
     from selfnorm.linalg.factors import SingularWeightError
-    from selfnorm.runtime.base import StandardNormal
+    from selfnorm.runtime.base_distribution import StandardNormal
     from selfnorm.train.checkpoint import load
 
 __version__ = "0.1.0"

@@ -18,12 +18,12 @@ from torch import Tensor
 from selfnorm.bijection import Chain, located
 from selfnorm.data.dataset import Dataset
 from selfnorm.data.dependence import expect_independent
-from selfnorm.data.layout import listed
+from selfnorm.data.labels import listed
 from selfnorm.data.outliers import describe_outliers
 from selfnorm.data.prepare import note_on_constants, note_on_size, prepare
 from selfnorm.data.resolution import WIDE_SPREADS, expect_distinguishable, expect_spread
-from selfnorm.evaluate.far import scores_of
 from selfnorm.evaluate.likelihood import evaluating
+from selfnorm.evaluate.scoring import scores_of
 from selfnorm.flow import Flow, Inverse
 from selfnorm.layers.affine import Standardize
 from selfnorm.runtime.checks import positive_int

@@ -15,7 +15,7 @@ from selfnorm.linalg.accurate import Compared, forward_accurately, inverse_accur
 from selfnorm.linalg.iterations import MAX_REFINEMENTS
 from selfnorm.linalg.wide import in_float64
 from selfnorm.runtime.autograd import is_transformed, is_vectorised
-from selfnorm.runtime.base import BaseDistribution, StandardNormal
+from selfnorm.runtime.base_distribution import BaseDistribution, StandardNormal
 from selfnorm.runtime.checks import describe, expect_finite, expect_float
 from selfnorm.runtime.context import current_step
 from selfnorm.runtime.marks import TensorMark, marks_of, unchanged

@@ -25,7 +25,7 @@ from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
 from selfnorm.layers.spline import SplineActivation
 from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
 from selfnorm.runtime.aliases import accepts_old_names
-from selfnorm.runtime.base import StandardNormal
+from selfnorm.runtime.base_distribution import StandardNormal
 from selfnorm.runtime.checks import event_shape, positive_int
 
 Size = int | Sequence[int]

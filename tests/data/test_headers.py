@@ -58,6 +58,8 @@ def test_default_names_of_pandas(tmp_path, columns, indexed, values):
         # Data: what is left of the table then.
         ("1,2\n3,-4.5\n", ()),
         ("1,2,3\n4,5,6\n7,8,9\n", ()),
+        ("0,1,2\n3,4,5\n6,7,8\n", ()),
+        ("0,1,2,3\n1,2,3,4\n2,3,4,5\n3,4,5,6\n", ()),
         ("0,1\n3,4\n5,6\n", ()),
         ("0,1\n0.5,0.866\n1,0\n", ()),
         ("0.0,1.0,2.0\n0.5,0.25,1.5\n", ()),

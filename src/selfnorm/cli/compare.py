@@ -15,6 +15,7 @@ from selfnorm.cli.options import DataDir, Debug, Device, Json, Quiet, Settings, 
 from selfnorm.cli.progress import show_planned_run, show_transfers
 from selfnorm.compare.execute import run_comparison
 from selfnorm.compare.plan import checked_runs, plan_runs
+from selfnorm.train.folder import RunFolder
 from selfnorm.train.run import dataset_of, free_path
 from selfnorm.train.stopping import StoppedError
 
@@ -49,7 +50,8 @@ def compare(
     settings, folder, where = settings or [], run or free_path(Path("runs") / "compare"), resolve_device(device)
     planned = plan_runs(recipes, settings, folder, seeds=seeds, data_dir=absolute_folder(data))
     with show_transfers(quiet or json) as on_progress:
-        dataset = dataset_of(planned[0].recipe, on_progress)
+        is_new = not all(RunFolder(each.path).recipe.exists() for each in planned)
+        dataset = dataset_of(planned[0].recipe, on_progress, is_new=is_new)
     words = ["selfnorm", "compare", *recipes, *(word for setting in settings for word in ("--set", setting))]
     words += ["--seeds", f"{seeds}"] if seeds > 1 else []
     words += ["--data", f"{data}"] if data else []

@@ -71,7 +71,7 @@ class TrainingDisplay:
             if kind != "step":
                 print_json(record)
             return
-        if kind == "note":  # even if quiet: it says what is not in the result
+        if kind == "note" and self._below is None:  # even if quiet: it says what is not in the result
             ERR.print(f"selfnorm: {record['message']}", style="yellow")
         if self.quiet:
             return

@@ -27,7 +27,8 @@ from selfnorm.cli.options import (
     resolve_device,
 )
 from selfnorm.cli.progress import show_run, show_runs, show_transfers
-from selfnorm.data.layout import MOST_NAMED, TableLayout, discrete_columns
+from selfnorm.data.labels import MOST_NAMED
+from selfnorm.data.layout import TableLayout, discrete_columns
 from selfnorm.data.safe_files import STANDARD_INPUT
 from selfnorm.train.experiments import DEFAULT, TWINS, find_recipe, recipe_for
 from selfnorm.train.folder import RunFolder
@@ -154,7 +155,7 @@ def fit(
     chosen = recipe_for(path, dataset.shape, len(dataset.train)).changed(name=name)
     chosen = _with_options(override(chosen, settings or []), **options, on_divergence=on_divergence and on_divergence.value)
     if layout := dataset.table:
-        if not quiet or layout.left_out or layout.constant or layout.notes:
+        if not quiet and not layout.has_decisions:  # those are among the notes, which are shown when training starts
             ERR.print(f"selfnorm: {file}: {layout.describe()}")
         _warn_of_discrete_columns(dataset.train, layout)
     del dataset, layout  # the run loads it again

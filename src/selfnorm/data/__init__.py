@@ -124,6 +124,7 @@ def _load_own_examples(
     notes = [describe_outliers(prepared.outliers, prepared.total, table.short_labels if table else labels, KEEP_ROWS)]
     if table is not None:
         table = _without_constants(path, table, prepared)
+        notes.insert(0, f"{path}: {table.describe()}" if table.has_decisions else "")
         notes.append(note_on_constants(prepared, table.labels([position for position, _ in table.constant])))
         labels = table.short_labels
     if check_dependence:
@@ -131,7 +132,7 @@ def _load_own_examples(
         if table is not None:
             expect_independent(path.name, fitted, labels, "leave out {} (`--drop` of `selfnorm fit`, `drop` in Python)")
         elif told := dependence_fault(fitted, labels)[0]:
-            notes.append(f"linearly dependent entries: {told}; their likelihood has no bound, so compare it with care")
+            notes.append(f"linearly dependent entries: {told}; their likelihood is unbounded, so compare it with care")
     train, validation, test = map(torch.from_numpy, prepared.split(as_resolved(prepared.rows)))
     columns = table.columns if table is not None else ()
     return with_notes(Dataset(path.resolve().name, train, validation, test, None, columns, table), notes)

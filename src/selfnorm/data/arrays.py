@@ -15,6 +15,7 @@ from selfnorm.data.images import IMAGE_SUFFIXES, read_images
 from selfnorm.data.layout import EVERYTHING, TableLayout, understand
 from selfnorm.data.numpy_files import read_numpy
 from selfnorm.data.resolution import as_resolved, centre_and_spread, expect_distinguishable
+from selfnorm.data.safe_files import STANDARD_INPUT
 from selfnorm.data.tables import TABLE_SUFFIXES, TEXT_SUFFIXES, ArrayTable, Table, is_table, open_table
 
 IMAGE_CHANNELS = (1, 3, 4)
@@ -58,7 +59,7 @@ def open_examples(
     """Returns a file as a table if it is one, also an array of two axes, else as an array; see `open_table`."""
     if not path.exists():
         raise ValueError(f"read_examples: expected the path of a file or of a folder of images, got nothing at {path}")
-    if header is not None and not path.name.lower().endswith(TEXT_SUFFIXES):
+    if header is not None and path != STANDARD_INPUT and not path.name.lower().endswith(TEXT_SUFFIXES):
         raise ValueError(f"{path}: expected no header option, got header={header}; only text files have a line of names")
     if is_table(path) and not path.is_dir():
         return open_table(path, header, numeric_names, expected)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfnorm.data.headers import COMMA_NUMBER, WHOLE, all_quoted, is_header, is_number
-from selfnorm.data.safe_files import byte_source
+from selfnorm.data.safe_files import STANDARD_INPUT, byte_source, expect_fits_memory
 from selfnorm.runtime.memory import available_memory
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -53,6 +53,9 @@ class DelimitedFile:
             if not lines:
                 raise ValueError(f"{path}: expected at least one row of numbers, got none")
             first, *below = _records(lines, self._separator)
+            if path != STANDARD_INPUT and not self._is_packed:  # those are bounded while they are read
+                cells_at_most = path.stat().st_size * sum(map(len, (first, *below))) // sum(map(len, lines))
+                expect_fits_memory(path, 8 * cells_at_most)
         quoted = len(lines) > 1 and '"' not in lines[1] and all_quoted(lines[0], self._separator)
         cells = [cell.strip() for cell in first]
         self.guessed = ""  # the first line, if it may be names or a row
@@ -115,6 +118,10 @@ class DelimitedFile:
         return sorted(found)
 
     @property
+    def _is_packed(self) -> bool:
+        return self.path.suffix.lower() == ".gz"
+
+    @property
     def _commas(self) -> bool:
         """Whether commas may be decimal commas."""
         return self._separator != ","
@@ -130,8 +137,8 @@ class DelimitedFile:
                 if file.read(2) in (b"\xff\xfe", b"\xfe\xff"):
                     raise ValueError(f"{self.path}: expected UTF-8 text with separated numbers, got UTF-16; save it as UTF-8")
                 file.seek(0)
-                packed = self.path.suffix.lower() == ".gz"
-                stream = io.BufferedReader(_Unpacked(self.path, gzip.GzipFile(fileobj=file))) if packed else file
+                packed = gzip.GzipFile(fileobj=file) if self._is_packed else None
+                stream = io.BufferedReader(_Unpacked(self.path, packed)) if packed else file
                 with io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
                     yield text
         except (UnicodeDecodeError, csv.Error) as error:
@@ -153,7 +160,7 @@ class DelimitedFile:
         """Parses the table in C; None if that fails, for `_first_error` to find out where."""
         with self._opened() as stream:
             if self.names:
-                reader = csv.reader(stream, delimiter=self._separator)
+                reader = csv.reader(stream, delimiter=self._separator, skipinitialspace=True)
                 next(row for row in reader if row)
             lines = self._with_points(stream, columns) if commas else stream
             try:

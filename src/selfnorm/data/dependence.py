@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import solve_triangular
+
+from selfnorm.data.labels import namer
 
 Floats = NDArray[np.float64]
 
@@ -18,6 +20,7 @@ LARGEST_ROUNDING_EXPLAINED = 1e-3
 MOST_COLUMNS = 2000  # beyond, only copies are looked for: the factorisation would take minutes
 MOST_CONFIRMED = 100
 FEWEST_SAMPLED = 2000
+SAMPLED_FOR_COPIES = 200  # rows, so that many columns fit into memory
 ROUNDS = 4  # of looking for dependences in a sample of the rows and confirming them on all
 BLOCK_COLUMNS, BLOCK_VALUES = 64, 1 << 22
 QUOTES = ("'", '"')
@@ -56,11 +59,6 @@ class Dependence:
             terms.append(f"{'-' if self.constant < 0 else '+'} {abs(self.constant):.4g}")
         first, *rest = terms
         return f"{of} " + " ".join([first.removeprefix("+ ").replace("- ", "-"), *rest])
-
-
-def namer(labels: Sequence[str]) -> Callable[[int], str]:
-    """Returns what a message calls a column: its label, or its number, from 1, if there are no labels."""
-    return lambda index: labels[index] if labels else f"column {index + 1}"
 
 
 def dependent_columns(x: NDArray[np.floating]) -> list[Dependence]:
@@ -103,7 +101,7 @@ def expect_independent(who: str, x: NDArray[np.floating], labels: Sequence[str],
     told, listed = dependence_fault(x, labels)
     if told:
         raise ValueError(
-            f"{who}: expected linearly independent columns, got dependent ones: {told}. Their likelihood has no bound: "
+            f"{who}: expected linearly independent columns, got dependent ones: {told}. Their likelihood is unbounded: "
             f"{remedy.format(listed)}"
         )
 
@@ -141,7 +139,7 @@ class _Columns:
                 extremes[side, better], best[better] = at[better] + start, values[better]
         self.spread = np.where(highest > lowest, np.sqrt(squares / total), 0.0)
         self.varying = np.flatnonzero(self.spread > 0)
-        some = max(FEWEST_SAMPLED, 2 * min(width, MOST_COLUMNS))
+        some = SAMPLED_FOR_COPIES if width > MOST_COLUMNS else max(FEWEST_SAMPLED, 2 * width)
         drawn = np.random.RandomState(0).permutation(total)[:some] if total > some else np.arange(total)
         # With the extremes of each column, so that none that is rarely different is constant in the sample.
         self.sampled = np.union1d(drawn, extremes) if width <= MOST_COLUMNS else drawn
@@ -177,13 +175,14 @@ class _Columns:
 
     def holds_typically(self, found: _Found) -> bool:
         """Returns whether little is left of the middle half of the rows, too, and not only relative to a few large values."""
-        some = np.asarray(self.x[:: max(1, len(self.x) // 1000)], np.float64)
-        low, high = np.quantile(some[:, found.column], (0.25, 0.75))
+        place = np.append(found.others, found.column)
+        some = np.asarray(self.x[:: max(1, len(self.x) // 1000), place], np.float64)
+        low, high = np.quantile(some[:, -1], (0.25, 0.75))
         share = (high - low) / 1.349 / self.spread[found.column]
         if share <= 0:
             return True
-        unit = (some - self.centre) / np.where(self.spread > 0, self.spread, 1.0)
-        left = np.median(np.abs(unit[:, found.column] - unit[:, found.others] @ found.weights))
+        unit = (some - self.centre[place]) / self.spread[place]
+        left = np.median(np.abs(unit[:, -1] - unit[:, :-1] @ found.weights))
         return bool(left <= share * _allowed(found.rounding / share))
 
     def told(self, found: _Found, residual: float) -> Dependence:

@@ -64,9 +64,20 @@ def is_header(first: Sequence[str], below: Sequence[Sequence[str]], *, quoted: b
     if named and len(counted) > 1 and any(is_number(row[index].strip(), commas) for row in rows for index in named):
         return True
     kinds = [{WHOLE.fullmatch(row[index].strip()) is not None for row in rows} for index in numeric]
+    if _continues([cells, *rows]):
+        return False
     if counted[0] == 0:
         return len(counted) >= 3 or ({False} in kinds and all(len(kind) == 1 for kind in kinds))
     return len(counted) >= 3 and all(kind == {False} for kind in kinds)
+
+
+def _continues(lines: Sequence[Sequence[str]]) -> bool:
+    """Returns whether three lines or more of whole numbers grow by the same amount from line to line, as 0,1,2 above 3,4,5."""
+    if len(lines) < 3 or not all(WHOLE.fullmatch(cell.strip()) and len(cell) < 20 for line in lines for cell in line):
+        return False
+    numbers = [[int(cell) for cell in line] for line in lines]
+    steps = {tuple(after - before for before, after in zip(*pair, strict=True)) for pair in pairwise(numbers)}
+    return len(steps) == 1
 
 
 def all_quoted(line: str, separator: str) -> bool:

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from selfnorm.data.delimited import DelimitedFile, TextError
 from selfnorm.data.headers import is_unnamed
+from selfnorm.data.labels import listed
 from selfnorm.data.tables import Table
 from selfnorm.runtime.checks import did_you_mean
 
 EVERYTHING = "*"  # in `keep`: every column, and every line with a number in it
-MOST_NAMED = 5  # columns in a message
 NARROW = ("float16", "float32")
 BLOCK_VALUES = 1 << 24  # to sort at once
 # Reasons to leave out a column.
@@ -48,6 +48,11 @@ class TableLayout:
         """The positions of the columns that are data."""
         others = {position for position, _ in (*self.left_out, *self.constant)}
         return tuple(position for position in range(self.width) if position not in others)
+
+    @property
+    def has_decisions(self) -> bool:
+        """Whether there is more to say than which header there is, and how many columns."""
+        return bool(self.left_out or self.constant or self.notes)
 
     @property
     def written(self) -> tuple[int, ...]:
@@ -147,12 +152,6 @@ class TableLayout:
 
     def _name(self, position: int) -> str:
         return repr(self.names[position]) if self.names[position] else str(position + 1)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Returns the first names, and the number of those that are not listed."""
-    more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
 
 
 def understand(

@@ -16,6 +16,7 @@ from selfnorm.data.arrays import is_image_path, open_examples
 from selfnorm.data.delimited import DelimitedFile
 from selfnorm.data.headers import is_unnamed
 from selfnorm.data.images import image_files
+from selfnorm.data.labels import listed
 from selfnorm.data.layout import NARROW, TableLayout
 from selfnorm.data.tables import ArrayTable, Table
 
@@ -44,8 +45,7 @@ def read_matching(
 ) -> MatchedRows:
     """Returns the rows of a file for a run whose training data had this layout.
 
-    Columns are matched by name where both have names, else by position. A file without the columns that the layout leaves out
-    will do as well. The columns `ids`, and columns of text, are carried along; all others are ignored.
+    Columns are matched by name where both have names, else by position. Columns that the layout leaves out may be missing. The columns `ids`, and columns of text, are carried along; all others are ignored.
 
     numeric_names:  if False, a line with a number in it is no header, unless it holds the names of the training data.
     header:         whether the first line of a text file holds names; None to decide by what it holds.
@@ -126,7 +126,7 @@ def _places_by_position(table: Table, layout: TableLayout) -> dict[int, int]:
 
 
 def _list(names: Sequence[str]) -> str:
-    return ", ".join(names[:MOST_LISTED]) + (f", … ({len(names)} in all)" if len(names) > MOST_LISTED else "")
+    return listed(names, MOST_LISTED)
 
 
 def _called(names: Sequence[str], positions: Iterable[int]) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from selfnorm.data.dependence import namer
+from selfnorm.data.labels import namer
 
 Floats = NDArray[np.float64]
 

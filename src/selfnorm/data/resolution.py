@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from selfnorm.data.dependence import namer
+from selfnorm.data.labels import namer
 
 LARGEST_ROUNDING = 1e-3  # relative to the spread of a column
 SPREADS = (1e-30, 1e30)  # that float32 can standardise

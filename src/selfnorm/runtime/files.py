@@ -52,6 +52,9 @@ def replacing(path: Path, *, is_new: bool = False) -> Iterator[Path]:
     try:
         temporary, lock = _locked_temporary(path)
     except OSError as error:
+        with naming_full_disk(named):
+            if error.errno in _FULL:
+                raise
         raise OSError(f"{named}: expected a folder that can be written to, got {error.strerror!r} at {named.parent}") from None
     try:
         with naming_full_disk(named):

@@ -20,10 +20,10 @@ from selfnorm.data.batches import Examples, generator_for
 from selfnorm.data.dataset import fingerprint
 from selfnorm.data.layout import EVERYTHING, TableLayout
 from selfnorm.data.matching import read_matching
-from selfnorm.evaluate.far import scores_of
 from selfnorm.evaluate.health import FlowHealth, examine
 from selfnorm.evaluate.likelihood import Likelihood, evaluating, likelihood, reference_scores
 from selfnorm.evaluate.sampler import Sampler
+from selfnorm.evaluate.scoring import scores_of
 from selfnorm.evaluate.stability import stability_ratios
 from selfnorm.flow import Flow, Inverse
 from selfnorm.objective import UnstableObjectiveWarning

@@ -1,8 +1,6 @@
-"""Scores of rows that may lie anywhere, also where float32 or even float64 overflows."""
+"""Scores rows of any size, also where float32 or even float64 overflows."""
 
 from __future__ import annotations
-
-import copy
 
 import torch
 from torch import Tensor
@@ -10,6 +8,7 @@ from torch import Tensor
 from selfnorm.data.batches import Examples
 from selfnorm.evaluate.likelihood import mean_log_likelihoods
 from selfnorm.flow import Flow
+from selfnorm.linalg.wide import in_float64
 
 FARTHEST = 1e140  # the square of anything farther leaves float64, and a few layers must not
 
@@ -29,9 +28,7 @@ def scores_of(
     if levels is not None:
         return scored(flow, x)
     found = torch.full((len(x),), -torch.inf, dtype=torch.float64)
-    wide = flow
     if next(flow.parameters()).dtype != torch.float64:
-        wide = copy.deepcopy(flow).double()
         rows = x.float()
         held = torch.isfinite(rows).flatten(1).all(1)
         try:
@@ -40,5 +37,5 @@ def scores_of(
             found.fill_(-torch.inf)
     again = torch.isinf(found) & (x.abs() <= FARTHEST).flatten(1).all(1)
     if again.any():
-        found[again] = scored(wide, x[again])
+        found[again] = scored(in_float64(flow), x[again])
     return found
