@@ -82,7 +82,7 @@ _NAMES = {
     "selfnorm.layers.spline": ("SplineActivation",),
     "selfnorm.layers.tracked": ("TrackedConv2d", "TrackedLinear"),
     "selfnorm.linalg.factors": ("SingularWeightError",),
-    "selfnorm.runtime.base": ("StandardNormal",),
+    "selfnorm.runtime.base_distribution": ("StandardNormal",),
     "selfnorm.train.checkpoint": ("load",),
 }
 _PLACES = {name: module for module, names in _NAMES.items() for name in names}

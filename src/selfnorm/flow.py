@@ -260,7 +260,7 @@ class Flow(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, local: dict[str, Any], *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, local, *args)
-        given = next((value for value in state_dict.values() if value.is_floating_point()), None)
+        given = next((value for value in state_dict.values() if isinstance(value, Tensor) and value.is_floating_point()), None)
         if local.get("assign_to_params_buffers") and given is not None and isinstance(self.base, StandardNormal):
             self.base.leave_meta(given)  # the state dict holds nothing of it
 
@@ -274,7 +274,7 @@ class Flow(nn.Module):
 
     def _base_log_prob(self, z: Tensor, wide: bool = False) -> Tensor:
         # A StandardNormal has no numbers, and remembers the shape of z.
-        base = in_float64(self.base) if wide and not isinstance(self.base, StandardNormal) else self.base  # type: ignore[type-var]
+        base = in_float64(self.base) if wide and type(self.base) is not StandardNormal else self.base  # type: ignore[type-var]
         log_prob = base.log_prob(z)
         if log_prob.shape != z.shape[:1]:
             raise ValueError(
@@ -298,7 +298,7 @@ class Flow(nn.Module):
             return self._base_log_prob(z, wide=z.dtype != x.dtype)
 
         z, log_det, compared = forward_accurately(
-            f"Flow.{method}", self.bijection, x, context, last, None if isinstance(self.base, StandardNormal) else log_base
+            f"Flow.{method}", self.bijection, x, context, last, None if type(self.base) is StandardNormal else log_base
         )
         if compared is not last:
             self._compared = compared

@@ -45,7 +45,8 @@ def read_matching(
 ) -> MatchedRows:
     """Returns the rows of a file for a run whose training data had this layout.
 
-    Columns are matched by name where both have names, else by position. Columns that the layout leaves out may be missing. The columns `ids`, and columns of text, are carried along; all others are ignored.
+    Columns are matched by name where both have names, else by position. Columns that the layout leaves out may be missing. The
+    columns `ids`, and columns of text, are carried along; all others are ignored.
 
     numeric_names:  if False, a line with a number in it is no header, unless it holds the names of the training data.
     header:         whether the first line of a text file holds names; None to decide by what it holds.

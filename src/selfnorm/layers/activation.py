@@ -139,4 +139,6 @@ class Logit(Bijection):
 
     def _map(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         log_left, log_right = left.log(), right.log()
-        return log_left - log_right, sum_event(math.log(1 - 2 * self.alpha) - log_left - log_right)
+        log_slope = math.log(1 - 2 * self.alpha) - log_left - log_right
+        note_slopes(log_slope)
+        return log_left - log_right, sum_event(log_slope)

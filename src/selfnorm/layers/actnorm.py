@@ -11,7 +11,7 @@ from selfnorm.bijection import Surrogate
 from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.fusable import FusableLayer
 from selfnorm.runtime.checks import describe, positive_int
-from selfnorm.runtime.rounding import note_slopes
+from selfnorm.runtime.rounding import note_affine
 
 
 class ActNorm(FusableLayer):
@@ -37,8 +37,9 @@ class ActNorm(FusableLayer):
 
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         shift, log_scale = self._parameters_for(x)
-        note_slopes(log_scale)
-        return (x + shift) * log_scale.exp(), self._log_det(x)
+        z = (x + shift) * log_scale.exp()
+        note_affine(shift, log_scale, z)
+        return z, self._log_det(x)
 
     def _fused(self, x: Tensor, *, context: Tensor | None) -> Surrogate | None:
         self._parameters_for(x)  # raises ValueError for a wrong shape

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from selfnorm.bijection import Bijection
 from selfnorm.runtime.checks import describe, event_shape, expect_batch, expect_shape
-from selfnorm.runtime.rounding import note_slopes
+from selfnorm.runtime.rounding import note_affine
 
 
 class Affine(Bijection):
@@ -38,8 +38,9 @@ class Affine(Bijection):
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self._check(x)
         log_scale = self.scale.abs().log()
-        note_slopes(log_scale)
-        return (x + self.shift) * self.scale, _log_det(x, log_scale)
+        z = (x + self.shift) * self.scale
+        note_affine(self.shift, log_scale, z)
+        return z, _log_det(x, log_scale)
 
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self._check(z)

@@ -123,7 +123,9 @@ class AutoregressiveConv2d(FusableLayer):
         super()._load_from_state_dict(*args, **kwargs)
         # A layer built on the meta device has no mask yet; with assign=True even its memory is missing.
         if self.tap_mask.is_meta:
-            self.tap_mask = self._make_mask().to(self.weight.device)
+            with torch.device("cpu"):  # the default device may still be meta
+                mask = self._make_mask()
+            self.tap_mask = mask.to(self.weight.device)
         else:
             self.tap_mask.copy_(self._make_mask())
 

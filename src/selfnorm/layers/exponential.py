@@ -17,7 +17,7 @@ from selfnorm.linalg.convmatrix import Geometry, convolve
 from selfnorm.linalg.factors import to_float64
 from selfnorm.runtime.autograd import in_full_precision
 from selfnorm.runtime.checks import expect_like, expect_shape, positive_int
-from selfnorm.runtime.rounding import note_condition
+from selfnorm.runtime.rounding import note_bias, note_condition
 
 # At this norm the omitted terms amount to at most 1.07e-4·‖x‖ after 6 and 3e-12·‖x‖ after 13.
 MAX_NORM = 0.9
@@ -60,7 +60,9 @@ class ConvExponential(FusableLayer):
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         k = self._kernel_for(x)
         note_condition(self, math.exp(2 * MAX_NORM), x)  # a bound: ‖exp(±T)‖ ≤ exp ‖T‖
-        return _exponential(x, k, EXACT_TERMS) + self.bias[:, None, None], _trace_log_det(x, k)
+        z = _exponential(x, k, EXACT_TERMS) + self.bias[:, None, None]
+        note_bias(self.bias, z)
+        return z, _trace_log_det(x, k)
 
     @in_full_precision
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from selfnorm.linalg.convmatrix import Geometry, PaddingMode, convolve, dirac
 from selfnorm.linalg.factors import AmortisedLogDet, ExactFactors, FactoredSolve, Factorisation, log_abs_det, to_float64
 from selfnorm.runtime.autograd import in_full_precision, is_differentiated, is_vectorised
 from selfnorm.runtime.checks import describe, expect_like, expect_shape, pair, positive_int
-from selfnorm.runtime.rounding import note_condition
+from selfnorm.runtime.rounding import note_bias, note_condition
 
 
 class LinearMap(Bijection):
@@ -82,7 +82,9 @@ class LinearMap(Bijection):
     @in_full_precision
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self.check_input(x)
-        return self.apply_weight(x) + self.broadcast_bias(), self._log_abs_det(x)
+        z, log_det = self.apply_weight(x) + self.broadcast_bias(), self._log_abs_det(x)
+        note_bias(self.bias, z)
+        return z, log_det
 
     @in_full_precision
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:

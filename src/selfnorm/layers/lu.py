@@ -15,7 +15,7 @@ from selfnorm.linalg.factors import lu_factors, to_float64
 from selfnorm.runtime.autograd import in_full_precision
 from selfnorm.runtime.checks import describe, expect_like, expect_shape, positive_int
 from selfnorm.runtime.context import current_step
-from selfnorm.runtime.rounding import note_condition
+from selfnorm.runtime.rounding import note_bias, note_condition
 
 
 class LULinear(Bijection):
@@ -66,7 +66,9 @@ class LULinear(Bijection):
         self._note_condition(x)
         half = torch.addmm(x * self._diagonal(self.factors), x, self.factors.triu(1).mT)  # Ux
         z = torch.addmm(half, half, self.factors.tril(-1).mT)[:, self.permutation]
-        return z if self.bias is None else z + self.bias, self._log_det(x)
+        z = z if self.bias is None else z + self.bias
+        note_bias(self.bias, z)
+        return z, self._log_det(x)
 
     @in_full_precision
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from selfnorm.kernels.dispatch import usable
 from selfnorm.layers.events import sum_event
 from selfnorm.layers.fusable import FusableLayer
 from selfnorm.runtime.checks import event_shape, expect_shape, positive_int
-from selfnorm.runtime.rounding import note_slopes
+from selfnorm.runtime.rounding import note_knots, note_slopes
 
 # The smallest share of the interval that a bin can take in x or in z, and the smallest slope at a knot.
 SPLINE_MINIMUM = 1e-3
@@ -68,8 +68,10 @@ class SplineActivation(FusableLayer):
         z = bottom + height * (mean_slope * t * t + slope * t * (1 - t)) / denominator
         log_slope = _log_slope(t, mean_slope, slope, next_slope, denominator)
         log_slope = torch.where(inside, log_slope, 0)
+        z = torch.where(inside, z, x)
+        note_knots(self.bound, z)
         note_slopes(log_slope)
-        return torch.where(inside, z, x), sum_event(log_slope)
+        return z, sum_event(log_slope)
 
     def _fused(self, x: Tensor, *, context: Tensor | None) -> Surrogate | None:
         expect_shape(self, x, *self.shape)

@@ -25,10 +25,11 @@ from selfnorm.runtime.rounding import Rounding
 # Up to this growth the likelihoods of single matrices of 4 to 300 rows were off by at most 6e-5 nats a dimension in float32, at
 # data of unit variance; the error grows in proportion to it and to ‖z‖²/D.
 FLOAT32_GROWTH = 1e3
-# For a chain the growth is a pessimistic bound. Above FLOAT32_GROWTH, the rows that are largest at some layer are evaluated in
-# float64, this many at most, and must agree to so many nats a dimension. Rounding errors grow with the rows: if that many were
-# compared, the result holds for rows of up to LARGER times their size, at each layer, whose errors may be LARGER² times as large.
-COMPARED_ROWS, FLOAT32_ERROR, LARGER = 8, 3e-5, 2.0
+# For a chain the growth is a pessimistic bound. Above FLOAT32_GROWTH, the rows that are largest at some layer, or that lie where
+# elementwise layers are steepest, are evaluated in float64, this many at most, and must agree to so many nats a dimension.
+# Rounding errors grow with the rows and with these slopes: if that many were compared, the result holds for rows of up to LARGER
+# times their size and slope, whose errors may be LARGER² times as large.
+COMPARED_ROWS, FLOAT32_ERROR, LARGER = 16, 3e-5, 2.0
 # The condition numbers up to which likelihoods are promised to be exact, by the dtype of the data. Above 1e8, rounding the data
 # to float32 changes them by nats; above 1e12, float64 does not resolve the products.
 LARGEST_CONDITION = {torch.float32: 1e8, torch.float64: 1e12}
@@ -39,8 +40,8 @@ class Compared(NamedTuple):
 
     weights:  what stands for its weights: the condition numbers of its linear layers and the norms of all its tensors.
     float64:  whether it needs float64.
-    sizes:    the largest norms of rows, at each linear layer and at both ends, for which it does not; None if too few rows
-              were compared to tell.
+    sizes:    the largest norms of rows, at each linear layer and at both ends, and the steepest slopes, for which it does not;
+              None if too few rows were compared to tell.
     """
 
     weights: tuple[float, ...]
@@ -98,7 +99,7 @@ def forward_accurately(
             return *wide, known
     except torch.OutOfMemoryError:  # fewer rows may do
         raise
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         if not bounded:
             _warn_of_float32(who, error)
     return z, log_det, known
@@ -121,7 +122,7 @@ def inverse_accurately(who: str, bijection: Any, z: Tensor, context: Tensor | No
             return cast(Tensor, in_float64(bijection).inverse(to_float64(z), context=widened(context))[0]).to(z)
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         _warn_of_float32(who, error)
         return x
 
@@ -145,7 +146,9 @@ def _differs(
     """Returns whether log_base(z) + log_det is too far off in some of the rows that are largest at some layer."""
     relative = (sizes / sizes.mean(1, keepdim=True)).nan_to_num().amax(0)
     rows = relative.topk(min(COMPARED_ROWS, len(x))).indices
-    exact_z, exact_log_det = _forward_in_float64(bijection, x[rows], None if context is None else context[rows])
+    belongs_to_rows = context is not None and context.shape[:1] == x.shape[:1]  # else it is one for all rows
+    some = context[rows] if context is not None and belongs_to_rows else context
+    exact_z, exact_log_det = _forward_in_float64(bijection, x[rows], some)
     error = (log_base(z[rows]).to(exact_z) - log_base(exact_z)).abs()
     error = error + (log_det[rows].to(exact_z) - exact_log_det).abs()
     return not bool((error <= FLOAT32_ERROR * z[0].numel()).all())

@@ -20,22 +20,41 @@ class Rounding:
     def __init__(self, is_bounded: bool = True) -> None:
         self.conditions: list[tuple[nn.Module, float]] = []
         self._sizes: list[Tensor] = []
-        self._logs: list[Tensor] = []  # of factors by which other things magnify errors; read together, at the end
+        self._steepest: list[Tensor] = []  # of each elementwise layer, the largest log-slope in each row
+        self._logs: list[Tensor] = []  # of factors by which other things than matrices amplify errors; read together, at the end
         self._is_bounded = is_bounded
+        self._has_rounded: Tensor | bool = False  # a layer so far; known to the device alone if it is a tensor
 
     def note(self, layer: nn.Module, condition: float, x: Tensor) -> None:
         """Notes the condition number of a linear layer and its input; NaN, from an overflow, counts as infinite."""
         self.conditions.append((layer, math.inf if math.isnan(condition) else condition))
         self._sizes.append(_norms(x))
-        bias = getattr(layer, "bias", None)
-        if isinstance(bias, Tensor) and self._is_bounded:  # what a large bias cancels has left its rounding error
-            self._logs.append(bias.detach().abs().max().clamp_min(1.0).log())
+        self._has_rounded = True
 
     def note_slopes(self, log_slopes: Tensor) -> None:
-        """Notes the slopes of an elementwise layer: it magnifies errors as an ill-conditioned matrix does."""
-        if self.conditions and self._is_bounded and log_slopes.numel():  # before the first product nothing is rounded
-            least, largest = torch.aminmax(log_slopes.detach())
-            self._logs.append(largest - least)
+        """Notes an elementwise layer by the logarithms of its slopes, (N, …): it amplifies errors as a matrix does."""
+        if self._is_bounded and log_slopes.numel():
+            steepest = log_slopes.detach().flatten(1).amax(1)
+            self._steepest.append(steepest)
+            self._note_factor(steepest.max() - log_slopes.detach().min())
+        self._has_rounded = True
+
+    def note_scales(self, log_scales: Tensor, rounds: Tensor | bool = True) -> None:
+        """Notes a layer that multiplies by fixed numbers, given their logarithms, and whether it rounds at all."""
+        if self._is_bounded and log_scales.numel():
+            least, largest = torch.aminmax(log_scales.detach())
+            self._note_factor(largest - least)
+        self._has_rounded = rounds if self._has_rounded is False else self._has_rounded | rounds
+
+    def note_offset(self, size: Tensor | float, z: Tensor, *, is_rounded: bool = False) -> None:
+        """Notes that numbers of a size were added to rounded ones to give z: if z is smaller, it keeps their rounding errors.
+
+        is_rounded:  whether they were rounded themselves, so that it matters in the first layer, too.
+        """
+        if self._is_bounded and z.numel():
+            usual = torch.linalg.vector_norm(z.detach()) / math.sqrt(z.numel())
+            factor = (torch.as_tensor(size, device=z.device).detach() / usual).nan_to_num(0.0).clamp_min(1.0)
+            self._note_factor(factor.log(), always=is_rounded)
 
     def growth(self) -> float:
         """Returns a bound, up to a moderate factor, for how much relative rounding errors grow; for a chain a pessimistic one."""
@@ -44,9 +63,20 @@ class Rounding:
         others = float(torch.stack(self._logs).sum()) if self._logs else 0.0
         return math.prod(condition for _, condition in self.conditions) * math.exp(min(others, 700.0))
 
-    def sizes(self, *others: Tensor) -> Tensor:
-        """Returns the norms of the inputs of the linear layers and of other batches, for each row: (layers + others, N)."""
-        return torch.stack([*self._sizes, *map(_norms, others)])
+    def sizes(self, x: Tensor, z: Tensor) -> Tensor:
+        """Returns for each row what its rounding error grows with: norms at both ends and at linear layers, and slopes. (K, N)"""
+        norms = [*self._sizes, _norms(x), _norms(z)]
+        if self._steepest:
+            steepness = torch.stack(self._steepest).sum(0).clamp(-80.0, 80.0).exp()
+            norms += [steepness, *(steepness * norm for norm in (*self._sizes, norms[-1]))]
+        return torch.stack(norms)
+
+    def _note_factor(self, log: Tensor, always: bool = False) -> None:
+        """Notes by how much a layer amplifies the errors of the layers before it; `always` if its own errors as well."""
+        if always or self._has_rounded is True:
+            self._logs.append(log)
+        elif isinstance(self._has_rounded, Tensor):
+            self._logs.append(torch.where(self._has_rounded, log, 0.0))
 
 
 def note_condition(layer: nn.Module, condition: float, x: Tensor) -> None:
@@ -55,10 +85,32 @@ def note_condition(layer: nn.Module, condition: float, x: Tensor) -> None:
         rounding.note(layer, condition, x)
 
 
+def note_bias(bias: Tensor | None, z: Tensor) -> None:
+    """Notes the bias of a linear layer and its output, if an exact evaluation asks for them."""
+    if bias is not None and (rounding := current_step().rounding) is not None:
+        rounding.note_offset(bias.abs().max(), z)
+
+
 def note_slopes(log_slopes: Tensor) -> None:
-    """Notes the logarithms of the slopes of an elementwise layer, if an exact evaluation asks for them."""
+    """Notes the logarithms of the slopes of an elementwise layer, (N, …), if an exact evaluation asks for them."""
     if (rounding := current_step().rounding) is not None:
         rounding.note_slopes(log_slopes)
+
+
+def note_knots(size: float, z: Tensor) -> None:
+    """Notes that an elementwise layer computes z from knots of a size, which are rounded, if an exact evaluation asks for it."""
+    if (rounding := current_step().rounding) is not None:
+        rounding.note_offset(size, z, is_rounded=True)
+
+
+def note_affine(shift: Tensor, log_scale: Tensor, z: Tensor) -> None:
+    """Notes a layer z = ±(x + shift)·exp(log_scale), if an exact evaluation asks for it."""
+    if (rounding := current_step().rounding) is not None:
+        scale = log_scale.exp()
+        rounding.note_offset((shift * scale).abs().max(), z)
+        powers = log_scale / math.log(2.0)
+        rounds = (shift != 0).any() | ((powers - powers.round()).abs() > 1e-5).any()  # scaling by a power of two rounds nothing
+        rounding.note_scales(log_scale, rounds)
 
 
 def _norms(x: Tensor) -> Tensor:
