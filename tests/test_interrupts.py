@@ -8,7 +8,7 @@ import threading
 
 import numpy as np
 import pytest
-from sklearn.exceptions import ConvergenceWarning
+from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from sklearn.model_selection import cross_val_score
 
 import selfnorm.estimator
@@ -66,6 +66,38 @@ def test_the_best_flow_is_kept_on_request(interrupted):
     assert 0 < kept.n_steps_ < 200
     worse = model(max_steps=1).fit(ROWS)
     assert kept.validation_nll_ < worse.validation_nll_  # it had learned something
+
+
+def test_before_the_first_validation_there_is_nothing_to_keep(monkeypatch):
+    monkeypatch.setattr(Trainer, "_validate", lambda self, stop: (signal.raise_signal(signal.SIGINT), stop.check()))
+    with pytest.raises(KeyboardInterrupt):
+        model(on_interrupt="keep").fit(ROWS)
+
+
+@pytest.mark.filterwarnings("ignore:.*left out:UserWarning")
+def test_an_interrupted_second_fit_leaves_nothing_of_the_first():
+    """The columns of the one with the flow of the other would give numbers all the same."""
+    constant = np.c_[np.ones(200), ROWS[:, 1]]
+    for first, second in ((ROWS, constant), (constant, ROWS)):
+        with pytest.MonkeyPatch.context() as patched:
+            fitted = model(max_steps=20).fit(first)
+            patched.setattr(Trainer, "run", lambda self: signal.raise_signal(signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                fitted.fit(second)
+        for call, given in ((fitted.score_samples, ROWS), (fitted.predict, ROWS), (fitted.sample, 2)):
+            with pytest.raises(NotFittedError):
+                call(given)
+
+
+def test_an_ignored_interrupt_stays_ignored(interrupted):
+    """As in a script that starts the program with `&`."""
+    interrupted()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert model(max_steps=20).fit(ROWS).n_steps_ > 0
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_sigterm_ends_the_process_all_the_same(interrupted):

@@ -55,7 +55,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
     random_state:           the seed for everything: split, weights, order.
     device:                 where to train; the fitted flow scores on the CPU, in float64.
     on_interrupt:           what Ctrl-C does during training: "raise" a KeyboardInterrupt, or "keep" the best flow so far, with a
-                            ConvergenceWarning.
+                            ConvergenceWarning. Before the first validation there is none to keep, so both raise.
 
     Attributes after fit: flow_, a `Flow` of the columns that vary; offset_, the log-likelihood below which a row is an outlier;
     validation_nll_, the best validation NLL in nats, which says little if fewer than 30 rows were held out; n_steps_, the number
@@ -104,6 +104,8 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
 
     def fit(self, X: ArrayLike, y: object = None) -> Self:
         """Learns the density of the rows of X, and returns the estimator."""
+        if hasattr(self, "flow_"):
+            del self.flow_  # if this fit ends early, its columns must not be paired with the flow of an earlier one
         table = validate_data(self, X, dtype=FLOATS, ensure_min_samples=3)
         for name, value in (("contamination", self.contamination), ("validation_fraction", self.validation_fraction)):
             if not isinstance(value, Real) or not 0 < value <= 0.5:
@@ -128,6 +130,9 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         lowest = scores[np.isfinite(scores)].min()
         self.offset_ = float(np.quantile(scores.clip(lowest), self.contamination))
         return self
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return hasattr(self, "flow_")
 
     def score_samples(self, X: ArrayLike) -> Floats:
         """Returns the exact log-likelihood of each row, in nats."""

@@ -48,8 +48,8 @@ class DivergedError(Exception):
 class StopRequests:
     """Context manager that records SIGINT and SIGTERM; `check` raises `StoppedError` for them where the run can be saved.
 
-    A second signal of either kind has its usual effect at once. Outside the main thread, where Python cannot handle signals, the
-    context manager does nothing.
+    A second signal of either kind has its usual effect at once. A signal that is ignored, as SIGINT in what a script starts with
+    `&`, stays ignored. Outside the main thread, where Python cannot handle signals, the context manager does nothing.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -60,7 +60,10 @@ class StopRequests:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+            handlers = {number: signal.getsignal(number) for number in self.SIGNALS}  # None if C code handles it
+            self._previous = {number: known for number, known in handlers.items() if known not in (None, signal.SIG_IGN)}
+            for number in self._previous:
+                signal.signal(number, self._note)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
