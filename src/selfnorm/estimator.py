@@ -71,6 +71,8 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
     ((3,), (5, 2))
     """
 
+    flow_: Flow
+
     def __init__(
         self,
         *,
