@@ -273,6 +273,25 @@ def test_second_derivatives_by_forward_mode_are_right_or_refused(layer_and_x):
         along(along(log_det))(weight)
 
 
+def test_what_is_first_computed_under_a_transform_serves_outside_it():
+    """What is cached must not belong to the transform. No other test has layers of these sizes."""
+    for features, first in (
+        (23, torch.func.grad),
+        (29, torch.func.jacfwd),
+        (31, lambda f: torch.func.jacfwd(torch.func.grad(f))),
+    ):
+        layer, x = ExactLinear(features), torch.randn(2, features)
+
+        def log_det(weight, layer=layer, x=x):
+            return torch.func.functional_call(layer, {"weight": weight}, (x,))[1].sum()
+
+        weight = layer.weight.detach()
+        first(log_det)(weight)
+        gradient = torch.func.grad(log_det)(weight)
+        assert_close(torch.func.jacfwd(torch.func.grad(log_det))(weight), torch.func.hessian(log_det)(weight))
+        assert_close(gradient, 2 * torch.linalg.inv(weight).mT)
+
+
 def test_torch_func_transforms_work_on_the_exact_path(layer_and_x):
     layer, x = layer_and_x
     jacobian = torch.func.jacrev(lambda x: layer(x)[0])(x[:1]).reshape(x[0].numel(), -1)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 # Gaussian vectors per estimate. Over random matrices of 4 to 300 rows with flat or steep spectra, condition numbers came out at
@@ -28,14 +30,13 @@ def estimate_condition(blocks: Tensor, lu: Tensor, pivots: Tensor) -> Tensor:
 
 def norm_probes(rows: int, like: Tensor) -> Tensor:
     """Returns the columns (rows, n) from which `estimate_norm` starts, always the same, with the dtype and device of like."""
-    return _probes(rows).to(like)
+    return torch.from_numpy(_probes(rows)).to(like)
 
 
 @lru_cache(maxsize=16)
-def _probes(rows: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)  # its own, so that no other draw changes
-    with torch.inference_mode(False):
-        return torch.randn(rows, PROBES, generator=generator, dtype=torch.float64, device="cpu")
+def _probes(rows: int) -> NDArray[np.float64]:
+    # Not a tensor: one that is made under a transform of torch.func is of no use after it.
+    return np.random.default_rng(0).standard_normal((rows, PROBES))
 
 
 def estimate_norm(multiply: Callable[[Tensor], Tensor], multiply_adjoint: Callable[[Tensor], Tensor], probes: Tensor) -> Tensor:
