@@ -9,8 +9,10 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 import selfnorm
+from selfnorm.cli import app
 from selfnorm.data import load_dataset
 from selfnorm.train.checkpoint import read_checkpoint
 from selfnorm.train.folder import RunFolder
@@ -259,6 +261,34 @@ def test_a_guess_on_the_first_line_is_said_and_can_be_overruled(tmp_path):
     assert len(read_csv(result.stdout)) == 3
     assert "the numbers of the first line (0, 1, 2) are read as a row: use --header if they are names" in result.stderr
     assert len(read_csv(ok("score", tmp_path / "kept", file, "--header"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "option", "guessed", "overruled"),
+    [("0,1,2\n3,4,5\n6,7,8\n", "--header", 3, 2), ("0,1,2\n0.5,0.25,1.5\n0.75,0.5,2.5\n", "--no-header", 2, 3)],
+    ids=["header", "no header"],
+)
+def test_a_guess_on_standard_input_can_be_overruled(table_run, text, option, guessed, overruled):
+    for options, count in (((), guessed), ((option,), overruled)):
+        call = ["score", str(table_run[0]), "-", *options]
+        result = CliRunner().invoke(app, call, input=text, prog_name="selfnorm")
+        assert result.exit_code == 0, result.output
+        assert len(read_csv(result.stdout)) == count
+
+
+@pytest.mark.parametrize("options", [(), ("--seeds", "2")], ids=["one run", "two seeds"])
+def test_train_says_what_it_decided_once_and_each_run_logs_it(tmp_path, options):
+    file, folder = write_rows(tmp_path / "t.csv", ",0,1,2", rows_of(VALUES)), tmp_path / "run"
+    result = invoke("train", "moons-fc-snf", "--set", f"data={file}", *TINY, *options, "--run", folder, "-q")
+    assert result.exit_code == 0, result.output
+    notes = load_dataset(str(file)).notes
+    assert "unnamed column 1 counts the rows: left out; column '1' is 7.5 in all training rows: left out" in notes[0]
+    assert result.stderr.splitlines() == [f"selfnorm: {note}" for note in notes]
+    logs = sorted(tmp_path.rglob("metrics.jsonl"))
+    assert len(logs) == (2 if options else 1)
+    for log in logs:
+        records = [json.loads(line) for line in log.read_text().splitlines()]
+        assert [record["message"] for record in records if record["kind"] == "note"] == list(notes)
 
 
 def test_text_far_below_is_carried_to_the_output(pandas_run, tmp_path):

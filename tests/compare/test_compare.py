@@ -13,6 +13,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -27,8 +28,8 @@ from selfnorm.runtime.memory import PeakMemory
 from selfnorm.train.checkpoint import read_checkpoint
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.run import Result, _step_seconds
-from support.commandline import SHORT, fails, invoke, ok, read_csv
-from support.small_runs import started
+from support.commandline import SHORT, digest, fails, invoke, numbers, ok, read_csv, write_csv
+from support.small_runs import started, without_worker
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 NAMES = ("digits-fc-snf", "digits-fc-exact")
@@ -159,6 +160,24 @@ def test_a_file_that_no_comparison_wrote_is_refused_before_training(tmp_path, na
     said = fails("compare", *NAMES, *SHORT, "--run", tmp_path)
     assert f"{tmp_path / name}: expected no file, or one that `selfnorm compare` wrote, got another; move it" in said
     assert (tmp_path / name).read_text() == content and {path.name for path in tmp_path.iterdir()} == {name, ".lock"}
+
+
+def test_dependent_columns_are_refused_before_training_but_not_in_runs_that_exist(tmp_path, monkeypatch):
+    monkeypatch.setattr("selfnorm.compare.execute.run_in_worker", without_worker)
+    rows = numbers(60, 2)
+    file = write_csv(tmp_path / "t.csv", np.column_stack([rows, rows.sum(1)]))
+    folder = tmp_path / "both"
+    call = ("compare", "moons-fc-snf", "moons-fc-exact", "--set", f"data={file}", *SHORT, "--set", "layers=1", "--run", folder)
+    assert "t.csv: expected linearly independent columns" in fails(*call)
+    assert not folder.exists()
+    with monkeypatch.context() as earlier:  # as a version that did not look for them
+        earlier.setattr("selfnorm.data.expect_independent", lambda *args: None)
+        ok(*call, "-q")
+    ok(*call, "-q")
+    shutil.rmtree(folder / "moons-fc-exact")
+    before = digest(folder)
+    assert "t.csv: expected linearly independent columns" in fails(*call)
+    assert digest(folder) == before
 
 
 def test_a_run_that_another_process_is_at_is_refused_before_training(copy):

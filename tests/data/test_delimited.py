@@ -59,6 +59,14 @@ def test_one_column_whose_name_holds_a_separator(tmp_path, name):
     assert (values.tolist(), layout.names) == ([[1.5], [2.5]], (name,))
 
 
+@pytest.mark.parametrize("separator", [", ", "; "])
+def test_a_quoted_name_of_two_lines_after_a_space(tmp_path, separator):
+    """A reader that keeps the space takes the quote for a part of the cell, and ends the header at the line break."""
+    (tmp_path / "t.csv").write_text(f'x{separator}"y\nz"\n1.5{separator}2.5\n3.5{separator}4.5\n')
+    values, layout = read_values(tmp_path / "t.csv")
+    assert (values.tolist(), layout.names) == ([[1.5, 2.5], [3.5, 4.5]], ("x", "y\nz"))
+
+
 def test_numbers_without_a_header_and_with_decimal_commas_are_no_header(tmp_path):
     (tmp_path / "t.csv").write_text("1,5;2,5\n3,5;4,5\n")
     assert read_examples(tmp_path / "t.csv")[0].tolist() == [[1.5, 2.5], [3.5, 4.5]]

@@ -115,6 +115,19 @@ def test_arrays_that_do_not_fit_are_refused_before_they_are_read(tmp_path, monke
         read_examples(tmp_path / name)
 
 
+def test_a_text_table_that_does_not_fit_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    """A number of one digit takes two bytes in the file, and eight in memory."""
+    text = "1,2,3,4\n" * 5000
+    (tmp_path / "t.csv").write_text(text)
+    monkeypatch.setattr(safe_files, "available_memory", lambda: 3 * len(text))
+    with monkeypatch.context() as patched:
+        patched.setattr("selfnorm.data.delimited.np.loadtxt", lambda *args, **options: pytest.fail("was about to be read"))
+        with pytest.raises(ValueError, match=r"t\.csv: expected data that fits into the available memory"):
+            read_examples(tmp_path / "t.csv")
+    monkeypatch.setattr(safe_files, "available_memory", lambda: 100 * len(text))
+    assert len(read_examples(tmp_path / "t.csv")[0]) == 5000
+
+
 def test_a_small_archive_of_a_large_array_is_refused_at_once(tmp_path):
     """The header says 8 TB; nothing of that size is ever allocated."""
     with zipfile.ZipFile(tmp_path / "x.npz", "w", zipfile.ZIP_DEFLATED) as archive:

@@ -23,6 +23,17 @@ def test_a_full_disk_names_the_file_and_how_to_go_on(tmp_path, number):
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
+def test_a_disk_too_full_for_a_new_file_is_named_the_same(tmp_path, monkeypatch):
+    def full(path, *args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(os, "open", full)
+    expected = r"^[^:]*x\.csv: expected room to write it, got 'No space left on device'; free some space, then repeat"
+    with pytest.raises(OSError, match=expected) as error:
+        write_text(tmp_path / "x.csv", "new")
+    assert ".part" not in str(error.value)
+
+
 def test_a_folder_that_cannot_be_written_to_is_named_with_the_file(tmp_path, monkeypatch):
     def read_only(path, *args):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
