@@ -47,6 +47,15 @@ def copy(compared, tmp_path):
     return shutil.copytree(compared[0], tmp_path / "copy")
 
 
+def test_what_was_decided_about_a_table_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("selfnorm.compare.execute.run_in_worker", without_worker)
+    file = write_csv(tmp_path / "t.csv", np.insert(numbers(400, 2), 1, 7.5, axis=1))
+    call = ("compare", "moons-fc-snf", "--set", f"data={file}", *SHORT, "--set", "layers=1", "--run", tmp_path / "run", "-q")
+    result = invoke(*call)
+    assert result.exit_code == 0, result.output
+    assert result.stderr == f"selfnorm: {file}: header: yes, 2 columns; column 'b' is 7.5 in all training rows: left out\n"
+
+
 # The table
 
 
