@@ -186,8 +186,8 @@ def test_a_palette_with_transparency_is_colour(tmp_path):
 @pytest.mark.parametrize(
     ("odd", "message"),
     [
-        ({"size": (5, 3)}, r"b\.png: expected a colour image of 3 × 4 pixels, like .*a\.png, got a colour image of 3 × 5 pixels"),
-        ({"mode": "L"}, r"b\.png: .* got a grey image of 3 × 4 pixels"),
+        ({"size": (5, 3)}, r"b\.png: expected a colour .* 3 × 4 pixels, like .*a\.png, got a colour .* 3 × 5 pixels; resize all"),
+        ({"mode": "L"}, r"b\.png: .* got a grey image of 3 × 4 pixels; make all images grey, or all colour"),
         ({"mode": "I;16"}, r"b\.png: expected 8-bit grey or colour, got Pillow's mode I"),
     ],
 )

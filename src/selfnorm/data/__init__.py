@@ -55,9 +55,10 @@ def load_dataset(
                   downloaded on first use.
     levels:       the number of grey levels in your own 8-bit images, if not 256.
     header:       whether the first line of your own text file holds names; by default decided by what the lines look like.
-    drop, keep:   columns of your own table to leave out, and to keep where they would be left out: an index without a name, and
-                  columns with one value in all training rows. Each by name, or by number, from 1, where there are no names.
-                  keep=["*"] keeps all of them and all rows, and reads a first line with a number in it as data.
+    drop, keep:   columns of your own table to leave out, and to keep although they would be left out, as an index without a
+                  name is. Each by name, or by number, from 1, where there are no names. keep=["*"] keeps all columns and all
+                  rows, and reads a first line with a number in it as data. A kept column with one value in all training rows
+                  is an error, since it has no density.
     set_outliers_aside:  whether to leave out rows of your own data that lie far from all others (`gross_outliers`).
     check_dependence:    whether to raise ValueError if columns of your own table are linear functions of others.
     on_progress:  called as on_progress(what, done, total) during a download or a conversion; total may be None.

@@ -39,7 +39,8 @@ def read_images(path: Path) -> NDArray[np.uint8]:
         animated += [file] if has_frames else []
         if found.shape != first.shape:
             raise ValueError(
-                f"{file}: expected {_describe_size(first)}, like {files[0]}, got {_describe_size(found)}; resize all images alike"
+                f"{file}: expected {_describe_size(first)}, like {files[0]}, got {_describe_size(found)}; "
+                + ("resize all images to the same size" if len(found) == len(first) else "make all images grey, or all colour")
             )
         image[:] = found
     if animated:

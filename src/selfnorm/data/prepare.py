@@ -15,7 +15,7 @@ from selfnorm.data.layout import constant_columns
 from selfnorm.data.outliers import Outlier, gross_outliers
 from selfnorm.data.resolution import expect_spread
 
-FEW_EXAMPLES = 30  # whose mean log-likelihood is still off by a fifth of the standard deviation
+FEW_EXAMPLES = 30  # the mean of so many has a standard error of about a fifth of their standard deviation
 ROWS_PER_COLUMN = 10
 
 
@@ -57,7 +57,7 @@ def prepare(
 
     values:        (N, D), or (N, …), of which no entry is left out.
     split:         from a number of rows to the places of the training rows, and of each other part.
-    constants_of:  the columns to keep although they are constant; None for all.
+    constants_of:  the columns to leave in although they may be constant, so that the caller can refuse them; None for all.
     """
     flat = values.reshape(len(values), -1)
     outliers = gross_outliers(flat) if set_outliers_aside else []
@@ -106,8 +106,8 @@ def note_on_size(dataset: Dataset, tests: bool = True) -> str:
     columns = f"{width} column{'s' if width != 1 else ''}"
     if tabular and rows <= width:
         return (
-            f"{sizes}, for {columns}: with no more rows than columns every column is a combination of the others, so the "
-            "likelihood says little; use more rows or fewer columns"
+            f"{sizes}, for {columns}: with no more rows than columns, each column is a linear function of the others on "
+            "these rows, so the likelihood says little; use more rows or fewer columns"
         )
     if tests and (held_out := min(validated, tested)) < FEW_EXAMPLES:
         error = f"{1 / math.sqrt(held_out):.2g} times the spread of a single one's"
