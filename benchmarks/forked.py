@@ -1,6 +1,7 @@
-"""Calls of the command in forks of a process that has imported everything, with faults: a call starts in milliseconds.
+"""Runs the command in forks of a process that has imported everything, so that a call starts in milliseconds, and disturbs it.
 
-A fault is a signal, a full disk, a folder that cannot be written to, or one that vanishes. Linux only.
+A fault is a signal, a full disk, a limit on the size of files, a folder that cannot be written to or that vanishes, or a second
+process that does the same. Linux only.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ WRITES = ("os.rename", "os.remove", "os.mkdir", "os.truncate", "os.chmod")
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a call.
+    """A disturbance of a call.
 
-    kind:   a signal's name, "full disk", "file limit", "read-only", "renamed", "deleted" or "second process"; empty for nothing.
-    event:  the number of the event at which it happens; 0 if it happens after `delay` seconds.
-    size:   of the largest file that can be written, for "file limit".
+    kind:   a signal's name, "full disk", "file limit", "read-only", "renamed", "deleted" or "second process"; empty for none.
+    event:  the number of the event, from 1, at which it happens; 0 if it happens after `delay` seconds.
+    size:   the size in bytes of the largest file that can be written, for "file limit".
     """
 
     kind: str = ""
@@ -58,7 +59,11 @@ class Fault:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a call ended. code: negative for a signal, None if it had to be ended. events: those seen, unless it was killed."""
+    """How a call ended.
+
+    code:    the exit status; negative for the signal that killed the call, None if it took longer than `LONGEST` and was killed.
+    events:  the number of events in the call; 0 if it was killed.
+    """
 
     code: int | None
     stdout: str
@@ -68,7 +73,7 @@ class Ended:
 
 
 def prepare() -> None:
-    """Imports what the command needs, and makes this process the parent of processes whose own parent has died."""
+    """Imports what the command needs, and makes this process adopt the processes that a killed call leaves behind."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job that a shell has started in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -117,7 +122,7 @@ class Call:
         self._open = {pipe[0]: name for name, pipe in pipes.items()}
 
     def wait(self, until: float | None = None) -> Ended | None:
-        """Reads the output until the call ends, and returns how, or until a moment, and returns None if it has not."""
+        """Reads the output until the call ends, and returns how it ended; None if it has not ended at the moment `until`."""
         while self._open:
             now = time.monotonic()
             if until is not None and now >= until:
@@ -152,7 +157,7 @@ class Call:
 
 
 def wait_for_orphans() -> None:
-    """Waits for the workers of calls that were killed: they end by themselves, and until then they hold their run."""
+    """Waits for the workers of killed calls, which end by themselves; until then they hold the lock of their run."""
     give_up = time.monotonic() + 30
     while time.monotonic() < give_up:
         try:
@@ -164,10 +169,10 @@ def wait_for_orphans() -> None:
 
 
 def disturbed(args: Sequence[str], home: Path, fault: Fault, target: Path, other: Sequence[str] = ()) -> list[Ended]:
-    """Runs a call with a fault, and takes the lasting part of the fault back.
+    """Runs a call with a fault, then undoes what the fault did to the folder; returns how the call, or both calls, ended.
 
-    target:  the folder that the fault is about.
-    other:   arguments that a second process has in addition.
+    target:  the folder that the call writes to, which the fault renames, deletes or protects.
+    other:   further arguments of the second process.
     """
     call = Call(args, home, fault)
     if fault.event or fault.kind in ("", "full disk", "file limit"):
@@ -185,7 +190,7 @@ def disturbed(args: Sequence[str], home: Path, fault: Fault, target: Path, other
 
 
 def strike(call: Call, fault: Fault, target: Path) -> Callable[[], None]:
-    """Does to a call what has to be done from outside, and returns what takes it back."""
+    """Sends a call its signal, or changes the folder that it writes to; returns a function that undoes the change."""
     if fault.kind in SIGNALS:
         call.send(SIGNALS[fault.kind])
     elif target.is_dir() and fault.kind == "read-only":
@@ -207,7 +212,10 @@ def strike(call: Call, fault: Fault, target: Path) -> Callable[[], None]:
 
 
 def random_fault(kind: str, chance: random.Random, seconds: float, events: int, largest: int) -> Fault:
-    """Returns a fault at a random moment of a call that takes so long, has so many events and writes files up to this size."""
+    """Returns a fault of a kind at a random moment.
+
+    seconds, events, largest:  of an undisturbed call: its time, its number of events, and the size of its largest file.
+    """
     if kind == "file limit":
         return Fault(kind, size=round(2 ** chance.uniform(0, largest.bit_length())))
     soon = chance.random() < 0.3  # the first moments, in which a folder and its first files are made, are few
@@ -221,7 +229,7 @@ def random_fault(kind: str, chance: random.Random, seconds: float, events: int, 
 
 
 def _serve(args: list[str], home: Path, fault: Fault, streams: dict[str, int]) -> None:
-    """Is the call, in the forked process; does not return."""
+    """Runs the call in the forked process, and ends that process."""
     code = 70
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -261,7 +269,7 @@ def _serve(args: list[str], home: Path, fault: Fault, streams: dict[str, int]) -
 
 
 def _obey_modes() -> None:
-    """Gives up root's right to write to what is read-only."""
+    """Gives up root's right to write to read-only files and folders."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     rights = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable, twice
@@ -275,7 +283,10 @@ def _obey_modes() -> None:
 
 
 def _watch_writes(home: Path, fault: Fault) -> list[int]:
-    """Counts the events in which the call writes below its folder, and makes a fault happen at one; a full disk stays full."""
+    """Counts the events in which the call writes below its folder, in the list that it returns, and makes the fault happen.
+
+    A signal is sent at one event. A full disk stays full from that event on.
+    """
     seen = [0]
     place = str(home)
 

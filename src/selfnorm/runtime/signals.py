@@ -1,4 +1,4 @@
-"""How the command ends on a signal: at once and quietly while it starts, by an exception, which cleans up, while it works."""
+"""Ends the command on a signal: at once while it imports its modules, later by an exception, so that files are cleaned up."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import NoReturn
 
 
 class TerminatedError(BaseException):
-    """SIGTERM arrived. Not an Exception, just as KeyboardInterrupt, so that nothing on the way takes it for a failure."""
+    """SIGTERM arrived. As with KeyboardInterrupt, this is no Exception, so that no `except Exception` handles it as an error."""
 
 
 def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
-    """Signal handler that ends the process without a traceback. Imports can turn an exception into another error."""
+    """Signal handler that ends the process with one line. An exception would not do: imports can turn it into another error."""
     os.write(2, b"selfnorm: stopped\n")
     os._exit(128 + number)
 

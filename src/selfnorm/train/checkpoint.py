@@ -170,7 +170,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     checkpoint = _from_facts(path, facts, tensors)
     if "digest" not in metadata:
         warnings.warn(
-            f"{path}: an earlier version wrote this file without a digest, so damage to it cannot be noticed",
+            f"{path}: an earlier version wrote this file without a digest, so damage to it cannot be detected",
             UnverifiedCheckpointWarning,
             stacklevel=2,
         )

@@ -53,7 +53,7 @@ class DataSettings:
     levels: Annotated[int, Range(2, 256)] | None = None  # grey levels of your own integer images, 256 by default
     header: bool | None = None  # whether the first line of your own text file holds names; by default decided by what it holds
     drop: tuple[str, ...] = ()  # columns of your own table to leave out, by name, or number from 1 where there are no names
-    keep: tuple[str, ...] = ()  # columns to keep that would be left out: an index, constants; "*" for everything
+    keep: tuple[str, ...] = ()  # columns to keep that would be left out, such as an index, but no constants; "*" for all
     set_outliers_aside: bool = True  # leave out rows of your own data that lie far from all others; keep = ["*"] keeps them, too
     flip: bool = False  # mirror training images at random
     jitter: CountOrZero = 0  # shift training images by up to this many pixels, reflecting at the edge

@@ -1,4 +1,4 @@
-"""The result of scoring a file: the likelihood of each row, its rank, and its place among the training data."""
+"""The result of scoring a file: the log-likelihood of each row, its rank in the file, and its percentile in the training data."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ class Scores:
     """The rows of a file, compared by their exact log-likelihoods.
 
     rank:        1 for the least likely row.
-    percentile:  percentage of training examples that are less likely than the row; near 0 for an outlier.
-    carried:     columns that identify the rows, by name.
-    differs:     for each row the columns that were constant in the training data and have another value here; None if the run
-                 has no such columns.
-    understood:  what there is to say about how the file was read; usually nothing.
+    percentile:  percentage of the training examples (at most 10,000 of them) that are less likely than the row; near 0 for an
+                 outlier.
+    carried:     columns of the file that identify its rows, to be copied to the output, by name.
+    differs:     for each row, the names of the columns that were constant in the training data and have another value here,
+                 separated by commas; None if the run, or the file, has no such columns.
+    understood:  a note on how the file was read, such as a guess about its header; empty if there is nothing to say.
     """
 
     log_likelihood: NDArray[np.float64]
@@ -35,14 +36,14 @@ class Scores:
 
     @classmethod
     def of(cls, log_likelihood: NDArray[np.float64], training: NDArray[np.float64]) -> Scores:
-        """Ranks the rows, and compares them with the sorted scores of training examples."""
+        """Returns the scores of rows; `training` has the log-likelihoods of training examples in ascending order."""
         rank = np.empty(len(log_likelihood), np.int64)
         rank[np.argsort(log_likelihood, kind="stable")] = np.arange(1, len(log_likelihood) + 1)
         percentile = 100 * np.searchsorted(training, log_likelihood) / len(training)
         return cls(log_likelihood, rank, percentile)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns one dict for each row of the file, in the order of the file; first what identifies the row."""
+        """Returns one dict for each row, in the order of the file. It begins with the columns that identify the row."""
         own: dict[str, Sequence[Any]] = {
             "row": range(len(self.rank)),
             "log_likelihood": self.log_likelihood.tolist(),
@@ -63,14 +64,14 @@ class Scores:
 
 
 def read_scores(path: Path, expected_digest: str | None) -> NDArray[np.float64]:
-    """Returns the sorted scores of training examples that a run stored; raises ValueError if they cannot be used.
+    """Returns the log-likelihoods of training examples that a run stored, sorted; raises ValueError if they cannot be used.
 
-    expected_digest:  as the run's result has it; None if that is not known.
+    expected_digest:  from the run's result; None, if there is none, skips the comparison.
     """
     got = ""
     try:
         stored = np.lib.format.open_memmap(path, mode="r")  # which checks the file's size before it allocates anything
-    except Exception as error:  # numpy parses the header as Python, so it may be any of a parser's
+    except Exception as error:  # numpy parses the header as Python, and lets errors of that parser through
         got = f"a damaged file ({one_line(error)})"
     else:
         if stored.ndim != 1 or stored.dtype not in (np.float32, np.float64):

@@ -1,4 +1,4 @@
-"""How large the flow of a recipe is at least, found without building it."""
+"""Estimates the size of a recipe's flow from below, without building it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from selfnorm.train.recipe import Recipe
 def expect_stored(recipe: Recipe, shape: tuple[int, ...], tensors: int, numbers: int) -> None:
     """Raises ValueError if the recipe's flow for examples of a shape needs more than so many tensors, or numbers in them.
 
-    The bounds are low: a flow that fits passes, and one that takes many times as much does not. Cost: O(layers).
+    What the flow needs is estimated from below, by its large weights alone: a flow of the stored size always passes, and one
+    that is many times larger is refused before it takes memory. Cost: O(layers).
     """
     needed = 0
     for count, size in enumerate(_matrices(recipe, shape), 1):

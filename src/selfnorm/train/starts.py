@@ -1,4 +1,4 @@
-"""Where a run starts: a folder that no other run uses, or the checkpoint to go on from."""
+"""Starts runs: makes sure that a new run has a folder to itself, and finds the checkpoint that a resumed run continues from."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def expect_unused(folder: RunFolder, recipe: Recipe) -> None:
 def is_unused(folder: RunFolder, recipe: Recipe) -> bool:
     """Returns whether the folder is missing, or holds nothing but what a start of the same recipe leaves if it is killed.
 
-    Those are the lock, half-written files, the recipe, and the checkpoint of step 0, but no work. The recipe must be the same:
-    another one may have been put there by hand.
+    Those are the lock, half-written files, the recipe, and the checkpoint of step 0; no training is lost with them. The recipe
+    must be the same: another one may have been put there by hand.
     """
     if not folder.path.exists():
         return True
