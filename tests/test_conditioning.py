@@ -511,6 +511,23 @@ def test_above_the_limit_a_warning_names_the_layer_once_for_each_set_of_weights(
         flow.encode(x)
 
 
+@pytest.mark.parametrize(("condition", "layers", "told"), [(1e6, 3, True), (1e6, 2, False), (1e7, 3, True), (30, 12, True)])
+@pytest.mark.parametrize("dtype", [FLOAT32, torch.float64])
+def test_a_chain_that_float64_does_not_resolve_is_told_once(condition, layers, told, dtype):
+    """No layer of it is to blame alone. The product of condition numbers, 1e18, is also that of harmless chains."""
+    flow = aligned(condition, layers).to(dtype)
+    x = typical(flow, 4).to(dtype)
+    if told:
+        with pytest.warns(RuntimeWarning, match=r"Flow.log_prob: expected layers that together magnify .*by about \de"):
+            flow.log_prob(x)
+    flow.log_prob(x)  # warnings are errors
+
+
+def test_many_turned_layers_are_no_reason_to_warn():
+    flow = with_weights(Chain(*(SelfNormLinear(12) for _ in range(30))), *(conditioned(12, 8) for _ in range(30)))
+    flow.log_prob(torch.randn(30, 12, dtype=FLOAT32))
+
+
 def test_float64_is_good_for_more():
     flow, x = with_weights(SelfNormLinear(4), conditioned(4, 1e10)).double(), torch.randn(5, 4)
     flow.log_prob(x)

@@ -33,6 +33,8 @@ COMPARED_ROWS, FLOAT32_ERROR, LARGER = 16, 3e-5, 2.0
 # The condition numbers up to which likelihoods are promised to be exact, by the dtype of the data. Above 1e8, rounding the data
 # to float32 changes them by nats; above 1e12, float64 does not resolve the products.
 LARGEST_CONDITION = {torch.float32: 1e8, torch.float64: 1e12}
+PROMISED_ERROR = 1e-3  # nats a dimension
+EPS, ROUNDINGS = torch.finfo(torch.float64).eps, 4096  # so many, so that their effect stands out from rounding itself
 
 
 class Compared(NamedTuple):
@@ -63,8 +65,8 @@ def forward_accurately(
     """Returns z and log|det ∂z/∂x| of a bijection, in float64 if float32 is not enough, and what to pass the next time.
 
     Nothing is known of layers that do not report how much they amplify rounding errors (`Bijection.notes_rounding`): then some
-    rows are compared with float64. If even float64 is too little, a warning that starts with `who` says so, once for each set of
-    weights.
+    rows are compared with float64. If even float64 is too little, for a layer or for the chain, a warning that starts with `who`
+    says so, once for each set of weights.
 
     log_base:  the log-density of z in its own precision; None stands for the standard normal's. Of a base of the user's own
                nothing is known, so its rows are compared at each call.
@@ -80,18 +82,20 @@ def forward_accurately(
         return z, log_det, last
     weights = (*(condition for _, condition in rounding.conditions), *_norms_of_tensors(bijection, x))
     known = last if last is not None and last.weights == weights else None
-    if known is None:
-        _warn_above(who, rounding.conditions, x.dtype)
-    if x.dtype != torch.float32:
-        return z, log_det, known or Compared(weights, float64=False)
+    before, has_warned = known, known is None and _has_warned_above(who, rounding.conditions, x.dtype)
     sizes = rounding.sizes(x, z)
     largest = sizes.amax(1)
     try:
-        if known is None or log_base is not None or not known.holds_for(largest):
+        if x.dtype != torch.float32:
+            known = known or Compared(weights, float64=False)
+        elif known is None or log_base is not None or not known.holds_for(largest):
             needed = any(condition > FLOAT32_GROWTH for _, condition in rounding.conditions) or _differs(
                 bijection, x, context, z, log_det, log_base or _log_normal, sizes
             )
             known = Compared(weights, needed, None if needed or len(x) < COMPARED_ROWS else largest)
+        is_new = not has_warned and (before is None or before.float64 != known.float64)
+        if is_new and (known.float64 or x.dtype == torch.float64) and rounding.growth() > LARGEST_CONDITION[torch.float64]:
+            _warn_of_float64(who, bijection, x, context, sizes)
         if known.float64:
             wide = _forward_in_float64(bijection, x, context)
             if log_base is not None:
@@ -144,14 +148,46 @@ def _differs(
     sizes: Tensor,
 ) -> bool:
     """Returns whether log_base(z) + log_det is too far off in some of the rows that are largest at some layer."""
-    relative = (sizes / sizes.mean(1, keepdim=True)).nan_to_num().amax(0)
-    rows = relative.topk(min(COMPARED_ROWS, len(x))).indices
-    belongs_to_rows = context is not None and context.shape[:1] == x.shape[:1]  # else it is one for all rows
-    some = context[rows] if context is not None and belongs_to_rows else context
-    exact_z, exact_log_det = _forward_in_float64(bijection, x[rows], some)
+    rows = _largest_rows(sizes)
+    exact_z, exact_log_det = _forward_in_float64(bijection, x[rows], _rows_of(context, x, rows))
     error = (log_base(z[rows]).to(exact_z) - log_base(exact_z)).abs()
     error = error + (log_det[rows].to(exact_z) - exact_log_det).abs()
     return not bool((error <= FLOAT32_ERROR * z[0].numel()).all())
+
+
+@torch.no_grad()
+def _warn_of_float64(who: str, bijection: nn.Module, x: Tensor, context: Tensor | None, sizes: Tensor) -> None:
+    """Warns if even float64 rounds too much: if changes of x by a few thousand of its roundings move likelihoods as many times.
+
+    Condition numbers of the layers alone do not show that: those of a chain multiply only if they stretch the same directions.
+    """
+    rows = _largest_rows(sizes)
+    some, given = to_float64(x[rows]), _rows_of(context, x, rows)
+    signs = 2.0 * torch.randint(2, some.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(some) - 1
+    before, after = (
+        _log_normal(z) + log_det
+        for z, log_det in (_forward_in_float64(bijection, each, given) for each in (some, some * (1 + ROUNDINGS * EPS * signs)))
+    )
+    rounding = float((after - before).abs().max()) / ROUNDINGS
+    if rounding > PROMISED_ERROR * x[0].numel():
+        warnings.warn(
+            f"{who}: expected layers that together magnify rounding errors by less than about 1e12, got a chain in which those "
+            f"of float64 change log-likelihoods by about {rounding / x[0].numel():.0e} nats a dimension; look for columns that "
+            "depend on each other, or for layers with extreme weights",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+
+def _largest_rows(sizes: Tensor) -> Tensor:
+    """Returns the places of the rows that are compared: those that are largest at some layer."""
+    relative = (sizes / sizes.mean(1, keepdim=True)).nan_to_num().amax(0)
+    return relative.topk(min(COMPARED_ROWS, sizes.shape[1])).indices
+
+
+def _rows_of(context: Tensor | None, x: Tensor, rows: Tensor) -> Tensor | None:
+    """Returns the context of some rows of x; one for all rows stays as it is."""
+    return context if context is None or context.shape[:1] != x.shape[:1] else context[rows]
 
 
 @torch.no_grad()
@@ -184,7 +220,8 @@ def _warn_of_float32(who: str, error: Exception) -> None:
     )
 
 
-def _warn_above(who: str, noted: list[tuple[nn.Module, float]], dtype: torch.dtype) -> None:
+def _has_warned_above(who: str, noted: list[tuple[nn.Module, float]], dtype: torch.dtype) -> bool:
+    """Returns whether a layer's own condition number is above what is promised, and warns of it."""
     layer, worst = max(noted, key=lambda each: each[1], default=(None, 0.0))
     largest = LARGEST_CONDITION.get(dtype, math.inf)
     if layer is not None and worst > largest:
@@ -195,3 +232,4 @@ def _warn_above(who: str, noted: list[tuple[nn.Module, float]], dtype: torch.dty
             RuntimeWarning,
             stacklevel=5,
         )
+    return worst > largest
