@@ -160,7 +160,7 @@ def test_the_decisions_of_fit_can_be_overruled_and_are_settings(tmp_path):
     result = invoke("fit", file, *TINY, "--drop", "name", "--drop", "b", "--run", run, "-q")
     assert result.exit_code == 0, result.output
     assert (
-        "columns 'name', 'b' dropped: left out; column 'id' counts the rows and is kept: use --drop if it is only an index"
+        "columns 'name', 'b' dropped: left out; column 'id' counts the rows and is kept: use --drop id if it is only an index"
         in result.stderr
     )
     recipe = RunFolder(run).read_recipe()
@@ -314,7 +314,7 @@ def test_columns_without_a_name_are_called_by_their_number(pandas_run, tmp_path)
     )
     unnamed = write_rows(tmp_path / "u.csv", ",a,b", [("x", a, b) for a, b in VALUES.tolist()])
     told = fails("fit", unnamed, "--run", tmp_path / "run")
-    assert "line 2, column 1: expected a number" in told and told.endswith("got 'x'; leave that column out with drop\n")
+    assert "line 2, column 1: expected a number" in told and told.endswith("got 'x'; leave that column out with --drop 1\n")
 
 
 def test_other_unnamed_columns_are_named_when_they_are_ignored(tmp_path):
@@ -329,7 +329,7 @@ def test_an_unnamed_index_that_repeats_is_pointed_out(tmp_path, index):
     rows = [(each, a, b) for each, (a, b) in zip(index, VALUES.tolist(), strict=True)]
     result = invoke("fit", write_rows(tmp_path / "t.csv", ",a,b", rows), *TINY, "--run", tmp_path / "run", "-q")
     assert result.exit_code == 0
-    assert "unnamed column 1 holds whole numbers that repeat and is kept: use --drop if it is only an index" in result.stderr
+    assert "unnamed column 1 holds whole numbers that repeat and is kept: use --drop 1 if it is only an index" in result.stderr
     dropped = invoke("fit", tmp_path / "t.csv", *TINY, "--drop", "1", "--run", tmp_path / "dropped", "-q")
     assert dropped.exit_code == 0 and "repeat" not in dropped.stderr
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,15 +14,21 @@ from numpy.typing import NDArray
 
 from selfnorm.data.delimited import DelimitedFile, TextError
 from selfnorm.data.headers import is_unnamed
-from selfnorm.data.labels import listed
+from selfnorm.data.labels import MOST_NAMED, listed
 from selfnorm.data.tables import Table
 from selfnorm.runtime.checks import did_you_mean
 
 EVERYTHING = "*"  # in `keep`: every column, and every line with a number in it
 NARROW = ("float16", "float32")
 BLOCK_VALUES = 1 << 24  # to sort at once
+ROUNDED = 0.01  # by which a step of an even column may differ, as it is written with few digits
 # Reasons to leave out a column.
 COUNTS, INDEX, DROPPED = "counts the rows", "holds distinct whole numbers, as an index does", "dropped"
+JOINT = "together hold distinct whole numbers, as an index does"
+# Reasons to point out a column that is kept.
+REPEATS, EVEN = "holds whole numbers that repeat", "rises evenly, as an index does,"
+PLURALS = {COUNTS: "count the rows", INDEX: INDEX.replace("holds", "each hold"), REPEATS: REPEATS.replace("holds", "hold")}
+PLURALS[EVEN] = EVEN.replace("rises", "rise")
 
 
 @dataclass(frozen=True)
@@ -104,9 +111,9 @@ class TableLayout:
         """Returns one line that says how the table was understood."""
         count = len(self.used)
         parts = [f"header: {'yes' if self.names else 'no'}, {count} column{'s' if count != 1 else ''}"]
-        for reason in (COUNTS, INDEX, DROPPED):
+        for reason in (COUNTS, INDEX, JOINT, DROPPED):
             if positions := [position for position, why in self.left_out if why == reason]:
-                verb = reason if len(positions) == 1 else reason.replace("counts", "count").replace("holds", "each hold")
+                verb = reason if len(positions) == 1 else PLURALS.get(reason, reason)
                 keep = f"; keep it with --keep {positions[0] + 1}" if reason == INDEX and len(positions) == 1 else ""
                 parts.append(f"{self.labels(positions)} {verb}: left out{keep}")
         if len(self.constant) == 1:
@@ -175,33 +182,46 @@ def understand(
     try:
         values = table.numbers(layout.used)
     except TextError as error:
-        raise ValueError(f"{error}; leave that column out with drop") from None
+        raise ValueError(f"{error}{_leave_out(layout, table.texts_among(layout.used))}") from None
     notes = ["decimal commas"] if table.decimal_commas else []
     if isinstance(table, DelimitedFile) and table.pairs_of_whole_numbers:
         notes.append("if a line such as 12,5 is one number with a decimal comma, write 12.5")
     if len(values) and EVERYTHING not in keep:
-        place = {position: at for at, position in enumerate(layout.used)}
-        found = {each: _as_index(values[:, place[each]]) for each in _unnamed_first(layout) if each not in kept}
-        index = {each: reason for each, reason in found.items() if reason}
-        if repeating := [each for each in found if each not in index and (values[:, place[each]] % 1 == 0).all()]:
-            one = len(repeating) == 1
-            notes.append(
-                f"{layout.labels(repeating)} {'holds' if one else 'hold'} whole numbers that repeat and "
-                f"{'is' if one else 'are'} kept: use --drop if {'it is only an index' if one else 'they are only indices'}"
-            )
-        if 0 < len(index) < len(place):
-            values = values[:, [at for position, at in place.items() if position not in index]]
-            layout = replace(layout, left_out=tuple(sorted([*layout.left_out, *index.items()])))
-        if counting := [layout.used[at] for at in _counting(values) if layout.used[at] not in kept]:
-            verbs = "counts the rows and is" if len(counting) == 1 else "count the rows and are"
-            what = "it is only an index" if len(counting) == 1 else "they are only indices"
-            notes.append(f"{layout.labels(counting)} {verbs} kept: use --drop if {what}")
-    twice = [name for name, times in Counter(layout.columns).items() if times > 1]
-    if twice:
-        named = listed([repr(name) for name in sorted(twice)])
-        raise ValueError(f"{who}: expected distinct column names, got {named} more than once; rename them")
+        values, layout, on_index = _without_index(values, layout, kept)
+        notes += on_index
+    _expect_distinct_names(who, layout)
     stored_in = values.dtype.name if values.dtype.name in NARROW else "float64"
     return values, replace(layout, notes=tuple(notes), stored_in=stored_in)
+
+
+def _without_index(
+    values: NDArray[Any], layout: TableLayout, kept: Collection[int]
+) -> tuple[NDArray[Any], TableLayout, list[str]]:
+    """Returns numbers and layout without the columns that are an index, and notes on those that may be one."""
+    place = {position: at for at, position in enumerate(layout.used)}
+    unnamed = {each: values[:, place[each]] for each in _unnamed_first(layout) if each not in kept}
+    index = {each: reason for each, column in unnamed.items() if (reason := _as_index(column))}
+    like = {each: what for each, column in unnamed.items() if each not in index and (what := _like_index(column))}
+    if not index and _are_index(list(unnamed.values())):
+        index, like = dict.fromkeys(unnamed, JOINT), {}
+    if 0 < len(index) < len(place):
+        values = values[:, [at for position, at in place.items() if position not in index]]
+        layout = replace(layout, left_out=tuple(sorted([*layout.left_out, *index.items()])))
+    like |= {layout.used[at]: COUNTS for at in _counting(values) if layout.used[at] not in kept}
+    reasons = dict.fromkeys(like.values())
+    return values, layout, [_kept_index(layout, [each for each in like if like[each] == what], what) for what in reasons]
+
+
+def _expect_distinct_names(who: str, layout: TableLayout) -> None:
+    unnamed = [position for position in layout.used if layout.names and not layout.names[position]]
+    if len(unnamed) > 1:
+        raise ValueError(
+            f"{who}: expected distinct column names, got none for {layout.labels(unnamed)}; name them, or leave them out with "
+            f"{_drop_options(layout, unnamed)}"
+        )
+    if twice := [name for name, times in Counter(layout.columns).items() if times > 1]:
+        named = listed([repr(name) for name in sorted(twice)])
+        raise ValueError(f"{who}: expected distinct column names, got {named} more than once; rename them")
 
 
 def kept_columns(who: str, layout: TableLayout, keep: Collection[str]) -> set[int]:
@@ -244,6 +264,47 @@ def _as_index(column: NDArray[Any]) -> str:
     if not (column == np.floor(column)).all() or len(np.unique(column)) < len(column):
         return ""
     return COUNTS if column[0] in (0, 1) and (np.diff(column) == 1).all() else INDEX
+
+
+def _are_index(columns: Sequence[NDArray[Any]]) -> bool:
+    """Returns whether several columns of whole numbers differ in every row, as an index of several levels does."""
+    if len(columns) < 2 or not all((column == np.floor(column)).all() for column in columns):
+        return False
+    return len(np.unique(np.stack(columns, 1), axis=0)) == len(columns[0])
+
+
+def _like_index(column: NDArray[Any]) -> str:
+    """Returns why a column that is kept may yet be an index; empty if it may not."""
+    steps = np.diff(column.astype(np.float64))
+    if not steps.any():
+        return ""
+    if (column == np.floor(column)).all():
+        return REPEATS
+    return EVEN if len(steps) > 1 and (np.abs(steps - steps.mean()) <= ROUNDED * steps.mean()).all() else ""
+
+
+def _kept_index(layout: TableLayout, positions: Sequence[int], what: str) -> str:
+    """Returns the note on columns that are kept and may be an index."""
+    drop = _drop_options(layout, positions)
+    if len(positions) == 1:
+        return f"{layout.labels(positions)} {what} and is kept: use {drop} if it is only an index"
+    return f"{layout.labels(positions)} {PLURALS[what]} and are kept: use {drop} if they are only indices"
+
+
+def _leave_out(layout: TableLayout, positions: Sequence[int]) -> str:
+    """Returns what to do about columns of text."""
+    if len(positions) == len(layout.used):
+        return ""
+    if not positions:  # a kind of column, or of number, that is not read
+        return "; leave that column out with drop"
+    which = "that column" if len(positions) == 1 else layout.labels(positions)
+    return f"; leave {which} out with {_drop_options(layout, positions)}"
+
+
+def _drop_options(layout: TableLayout, positions: Sequence[int]) -> str:
+    names = layout.names_of(positions) or [""] * len(positions)
+    values = [str(position + 1) if is_unnamed(name) else name for position, name in zip(positions, names, strict=True)]
+    return " ".join(f"--drop {shlex.quote(value)}" for value in values[:MOST_NAMED]) + (" …" if len(values) > MOST_NAMED else "")
 
 
 def _unnamed_first(layout: TableLayout) -> list[int]:
