@@ -82,7 +82,20 @@ def test_numbers_without_a_header_and_with_decimal_commas_are_no_header(tmp_path
         ("1,5\n0,05\n", r"expected numbers with decimal points, got lines as 1,5, .* or a line of names if these are two"),
         ("a b c\n1 2 3\n", r"line 2, column 1 \(a b c\): expected a number, .* got '1 2 3'"),
         ("1,2\n3,4\n5,6,7\n", r"line 3: expected 2 columns, as in the first line, got 3"),
-        ("x,1\ny,2\n", r"line 1, column 1: expected a number, .*got 'x'; leave that column out with drop"),
+        ("a b c\n1 2 3\n", r"line 2, column 1 .* got '1 2 3'$"),
+        ("a b c\n1 2 3\n", r"expected a number, and commas, semicolons or tabs between columns"),
+        ("x\n1,5\n2,5\n", r"expected numbers with decimal points, got lines as 1,5, where the comma may be a decimal comma"),
+        ("x\n1\n2,5\n", r"line 3: expected numbers with decimal points, got lines as 2,5,"),
+        ('a,"b"\n"1",2.5,3\n"2",4,5\n', r"line 2: expected 2 columns, .* got 3; .* as R writes them, put a separator in front"),
+        ('a;"b"\n"1";2,5;3\n"2";4,5;5\n', r"line 2: expected 2 columns, .* got 3; .* put a separator in front"),
+        (
+            "a,b,c\n1,2,\n3,4,\n",
+            r"line 2, column 3 \(c\): .* every cell; fill in empty cells, or leave out their rows or columns",
+        ),
+        ("n,m,a\nx,y,1\nu,v,2\n", r"column 1 \(n\): .* got 'x'; leave columns 'n', 'm' out with --drop n --drop m"),
+        ("x y,1\nu v,2\n3,4\n", r"line 1, column 1: .* got 'x y'; leave that column out with --drop 1"),
+        ("my n,a\nx,1\nu,2\n", r"got 'x'; leave that column out with --drop 'my n'"),
+        ("x,1\ny,2\n", r"line 1, column 1: expected a number, .*got 'x'; leave that column out with --drop 1"),
     ],
 )
 def test_what_is_not_clear_is_refused(tmp_path, text, message):
@@ -149,3 +162,32 @@ def test_thousands_of_columns(tmp_path, shape):
     assert np.array_equal(read_values(tmp_path / "t.csv")[0], np.loadtxt(tmp_path / "t.csv", delimiter=",", skiprows=1))
     dataset = load_dataset(str(tmp_path / "t.csv"))
     assert dataset.columns == tuple(f"c{index}" for index in range(shape[1]))
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("a,b\n1,2,\n3,4,\n", ("a", "b")),
+        ("a,b,\n1,2,\n3,4,\n", ("a", "b")),
+        ("a,b,\n1,2\n3,4\n", ("a", "b")),
+        ("1,2,\n3,4,\n", ()),
+        ("a;b\n1,0;2;\n3;4; \n", ("a", "b")),
+        ("a\tb\t\n1\t2\t\n3\t4\t\n", ("a", "b")),
+    ],
+)
+def test_a_separator_at_the_end_of_lines_is_no_column(tmp_path, text, names):
+    values, layout = read_values_of(tmp_path, text)
+    assert (values.tolist(), layout.columns, layout.width) == ([[1, 2], [3, 4]], names, 2)
+    assert read_examples(tmp_path / "t.csv", drop=["a" if names else "1"])[0].tolist() == [[2], [4]]
+
+
+def read_values_of(tmp_path, text):
+    (tmp_path / "t.csv").write_text(text)
+    return read_values(tmp_path / "t.csv")
+
+
+def test_numbers_behind_the_separators_at_the_end_of_lines_are_found(tmp_path):
+    with pytest.raises(ValueError, match=r"line 2003: expected 2 columns, as in the first line, got 3"):
+        read_values_of(tmp_path, "a,b\n" + "1,2,\n" * 2001 + "1,2,3\n")
+    with pytest.raises(ValueError, match=r"line 3: expected 2 columns, as in the first line, got 3"):
+        read_values_of(tmp_path, "a,b\n1,2\n1,2,\n")

@@ -31,6 +31,8 @@ class TextError(ValueError):
 class DelimitedFile:
     """A text table that has been looked at, but not read yet. Separators: comma, semicolon, tab.
 
+    A separator at the end of every line is no column.
+
     header:         whether to read the first line as names; None to decide by the lines.
     numeric_names:  if False, a line with a number in it is no header, unless it holds the expected names.
     expected:       names; a first line that holds them all is a header.
@@ -52,7 +54,9 @@ class DelimitedFile:
             lines = lines if self._separator == "\t" else [line for line in lines if line.strip()]
             if not lines:
                 raise ValueError(f"{path}: expected at least one row of numbers, got none")
-            first, *below = _records(lines, self._separator)
+            records = _records(lines, self._separator)
+            first, *below = _without_ends(records)
+            self._has_ends = sum(map(len, records)) > sum(map(len, (first, *below)))
             if path != STANDARD_INPUT and not self._is_packed:  # those are bounded while they are read
                 cells_at_most = path.stat().st_size * sum(map(len, (first, *below))) // sum(map(len, lines))
                 expect_fits_memory(path, 8 * cells_at_most)
@@ -71,19 +75,18 @@ class DelimitedFile:
                     self.guessed = ", ".join(cells[:5]) + (", …" if len(cells) > 5 else "")
         if header and not below:
             raise ValueError(f"{path}: expected at least one row of numbers, got none")
+        if header and all(len(row) == len(first) + 1 for row in below):
+            raise ValueError(f"{path}{_expected_names(first, below)}")
         self.names: tuple[str, ...] = tuple(cells) if header else ()
         self.width = len(first)
         rows = [row for row in (below if header else [first, *below]) if len(row) == self.width]
         self.pairs_of_whole_numbers = not header and self._separator == "," and self.width == 2 and _are_whole_pairs(rows)
         if self.pairs_of_whole_numbers and any(len(decimals) > 1 and decimals[0] == "0" for _, decimals in rows):
-            raise ValueError(
-                f"{path}: expected numbers with decimal points, got lines as {','.join(first)}, where the comma may be a decimal "
-                "comma; write points, or a line of names if these are two columns"
-            )
+            raise ValueError(f"{path}: {_expected_points(first)}")
 
     def numbers(self, positions: Sequence[int]) -> NDArray[np.float64]:
         """Returns the numbers of some columns, (N, columns)."""
-        whole = len(positions) == self.width
+        whole = len(positions) == self.width and not self._has_ends
         used = list(positions)
         for commas in (False, True) if self._commas else (False,):
             for columns in (None,) if whole else (None, used):  # the others may hold text
@@ -126,6 +129,9 @@ class DelimitedFile:
         """Whether commas may be decimal commas."""
         return self._separator != ","
 
+    def _without_end(self, row: list[str]) -> list[str]:
+        return row[:-1] if self._has_ends and len(row) == self.width + 1 and not row[-1].strip() else row
+
     def _is_text(self, cell: str) -> bool:
         return bool(cell.strip()) and not is_number(cell, self._commas)
 
@@ -151,7 +157,7 @@ class DelimitedFile:
         """Yields the rows below the header, each with the number of its last line."""
         with self._opened() as stream:
             reader = csv.reader(stream, delimiter=self._separator, skipinitialspace=True)
-            rows = ((reader.line_num, row) for row in reader if row)
+            rows = ((reader.line_num, self._without_end(row)) for row in reader if row)
             if self.names:
                 next(rows)
             yield rows
@@ -194,6 +200,8 @@ class DelimitedFile:
             with self._rows() as rows:
                 for line, row in rows:
                     where = f"{self.path}, line {line}"
+                    if self.width == 1 and COMMA_NUMBER.fullmatch(",".join(row)):
+                        return ValueError(f"{where}: {_expected_points(row)}")
                     if len(row) != self.width:
                         return ValueError(f"{where}: expected {self.width} columns, as in the first line, got {len(row)}")
                     for column, text in enumerate(row):
@@ -252,21 +260,54 @@ def _records(lines: Sequence[str], separator: str) -> list[list[str]]:
     return [row for row in csv.reader(lines, delimiter=separator, skipinitialspace=True) if row]
 
 
-def _separator_of(lines: Sequence[str]) -> str:
-    """Returns the separator with which most of the first lines have as many cells as the first, and most cells are numbers."""
+def _without_ends(rows: list[list[str]]) -> list[list[str]]:
+    """Returns rows without the empty cell after a separator at the end of all lines, or of all but the first, or of it alone."""
+    first, *below = rows
+    longer = {len(row) - len(first) for row in below}
+    all_end = bool(below) and all(len(row) > 1 and not row[-1].strip() for row in below)
+    if len(first) > 1 and not first[-1].strip() and (all_end or longer == {-1}):
+        first = first[:-1]
+    elif longer != {1}:
+        return rows
+    return [first, *(row[:-1] for row in below)] if all_end else [first, *below]
 
-    def fit(separator: str) -> tuple[int, float]:
+
+def _separator_of(lines: Sequence[str]) -> str:
+    """Returns the separator with which most of the first lines have as many cells as the first, and most cells are numbers.
+
+    If there is none, all lines below the first may have one more cell.
+    """
+
+    def fit(separator: str) -> tuple[int, int, float]:
         try:
-            first, *below = _records(lines[:100], separator)
+            first, *below = _without_ends(_records(lines[:100], separator))
         except csv.Error:  # a line without this separator may be too long for one cell
-            return 0, 0.0
+            return 0, 0, 0.0
         even = [row for row in below if len(row) == len(first) > 1]
-        if below and not even:
-            return 0, 0.0
-        cells = [cell for row in [first, *even] for cell in row]
-        return len(even), sum(is_number(cell, commas=separator != ",") for cell in cells) / len(cells)
+        longer = bool(below) and all(len(row) == len(first) + 1 for row in below)
+        if below and not even and not longer:
+            return 0, 0, 0.0
+        cells = [cell for row in [first, *(below if longer else even)] for cell in row]
+        return len(even), int(longer), sum(is_number(cell, commas=separator != ",") for cell in cells) / len(cells)
 
     return max(",;\t", key=fit)
+
+
+def _expected_names(first: Sequence[str], below: Sequence[Sequence[str]]) -> str:
+    """Returns the error for a header that is one cell shorter than all rows."""
+    if len(first) == 1 and _are_whole_pairs(below):
+        return f": {_expected_points(below[0])}"
+    return (
+        f", line 2: expected {len(first)} columns, as in the first line, got {len(first) + 1}; if the first column holds names "
+        "of rows, as R writes them, put a separator in front of the first line"
+    )
+
+
+def _expected_points(row: Sequence[str]) -> str:
+    return (
+        f"expected numbers with decimal points, got lines as {','.join(row)}, where the comma may be a decimal comma; write "
+        "points, or a line of names if these are two columns"
+    )
 
 
 def _are_whole_pairs(rows: Sequence[Sequence[str]]) -> bool:
@@ -281,10 +322,12 @@ def _fits_float32(values: NDArray[np.float64]) -> bool:
 def _expected_instead(text: str, commas: bool) -> str:
     """Returns what was expected in place of a bad cell, or an empty text for a good one."""
     if not text.strip():
-        return "a number in every cell; remove rows with empty cells or fill them in"
+        return "a number in every cell; fill in empty cells, or leave out their rows or columns"
     if not is_number(text, commas):
         if text.strip().lower() in ("true", "false"):
             return "a number; write 1 and 0 for true and false"
+        if len(text.split()) > 1 and all(is_number(part, commas) for part in text.split()):
+            return "a number, and commas, semicolons or tabs between columns"
         return "a number, with a decimal point (only a header line may contain text, or a column that is left out)"
     if commas and COMMA_NUMBER.fullmatch(text.strip()):
         text = text.replace(",", ".")
