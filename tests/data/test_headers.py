@@ -55,7 +55,20 @@ def test_default_names_of_pandas(tmp_path, columns, indexed, values):
         ("label,1,2,3\n1,4,5,6\n0,7,8,9\n", ("label", "1", "2", "3")),
         ("0,k\n0.5,1\n1.5,2\n", ("0", "k")),
         ("0,1,2\n0.5,1e-05,-3.0\n1.5,2.5,3.5\n", ("0", "1", "2")),
+        (",0,1,3,4\n2,1,5,7,2\n2,2,0,4,4\n", ("", "0", "1", "3", "4")),
+        (",2001,2002,2004,2010\n0.5,1,2.5,7,2\n0.25,2,0,4,4.5\n", ("", "2001", "2002", "2004", "2010")),
+        (",400.5,401.0,401.5\n2,1,2.5,7\n2,2,0,4\n", ("", "400.5", "401.0", "401.5")),
+        ("Unnamed: 0,400.5,401.0\n2,1,2.5\n2,2,0\n", ("Unnamed: 0", "400.5", "401.0")),
+        (",a,5\n2,1,2.5\n2,2,0\n", ("", "a", "5")),
+        ("2001,2002,2005\n0.5,0.25,1.5\n0.75,1e3,2.5\n", ("2001", "2002", "2005")),
+        ("0,2,3\n0.5,0.25,1.5\n0.75,0.1,2.5\n", ("0", "2", "3")),
+        ("2001;2002;2005\n0,5;0,25;1,5\n0,75;0,1;2,5\n", ("2001", "2002", "2005")),
+        ("target,2001,2005,2010\n1,4,5,6\n0,7,8,9\n", ("target", "2001", "2005", "2010")),
         # Data: what is left of the table then.
+        ("2001,2002,2005\n0.5,0.25,1.5\n0.75,1,2.5\n", ()),
+        ("2001,2002,2005\n4,7,1\n", ()),
+        ("2001,2001,2005\n0.5,0.25,1.5\n", ()),
+        ("2001,2005\n0.5,0.25\n", ()),
         ("1,2\n3,-4.5\n", ()),
         ("1,2,3\n4,5,6\n7,8,9\n", ()),
         ("0,1,2\n3,4,5\n6,7,8\n", ()),
@@ -133,7 +146,7 @@ def test_a_column_with_a_name_that_counts_is_kept_with_a_note(tmp_path, start):
     dataset = load_dataset(str(path))
     assert dataset.columns == ("a", "id")
     assert dataset.table.describe() == (
-        "header: yes, 2 columns; column 'id' counts the rows and is kept: use --drop if it is only an index"
+        "header: yes, 2 columns; column 'id' counts the rows and is kept: use --drop id if it is only an index"
     )
     assert load_dataset(str(path), keep=["id"]).table.describe() == "header: yes, 2 columns"
     assert load_dataset(str(path), drop=["id"]).columns == ("a",)
@@ -169,3 +182,67 @@ def test_a_line_of_tabs_is_a_row_of_empty_cells(tmp_path, lines):
         (tmp_path / name).write_text("\n".join(lines).replace("\t", separator) + "\n")
         with pytest.raises(ValueError, match=r"expected a number in every cell"):
             read_examples(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ",1.5,2.5\n,3.5,4.5\n1,2,3\n",  # missing values
+        ",2001,2002,2004\n,0.5,1.5,2.5\n1.5,0.5,1.5,2.5\n",
+        ",1.5,1.5\n1,2,3\n",
+        "1,,3,7\n0.5,0.5,1.5,2.5\n",
+    ],
+)
+def test_an_empty_cell_in_a_row_is_not_the_name_of_an_index(tmp_path, text):
+    with pytest.raises(ValueError, match=r"line 1, column \d: expected a number in every cell"):
+        read_examples(write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("2001,2002,2005\n0.5,0.25,1.5\n", "2001, 2002, 2005"),
+        ("0,1,2\n5,3,9\n7,7,1\n", "0, 1, 2"),
+        ("0,1,2,3,4,5,6\n" + "0.5," * 6 + "0.5\n", "0, 1, 2, 3, 4 and 2 more"),
+        (",1.5,2.5\n0.5,0.25,1.5\n", "1.5, 2.5"),  # its first number may be missing
+        (",7,2\n1,0,1\n1,1,2\n", "7, 2"),
+        (",7,2\n3,0,1\n1,1,2\n", ""),
+        (",0,1\n0,0.5,1.5\n1,0.25,2\n", ""),
+        ("a,1,2\n0,0.5,1.5\n1,0.25,2\n", ""),
+    ],
+)
+def test_a_guess_is_said(tmp_path, text, said):
+    path = write(tmp_path, text)
+    notes = " ".join(read_values(path)[1].notes)
+    assert ("first line" in notes) == bool(said)
+    assert not said or f"the numbers of the first line ({said}) are read as names: use --no-header if they are a row" in notes
+    assert "first line" not in " ".join(read_values(path, header=True)[1].notes)
+
+
+def test_a_row_that_may_be_names_is_said(tmp_path):
+    layout = read_values(write(tmp_path, "0,1,2\n5,3,9\n7,7,1\n"), keep=["*"])[1]
+    assert layout.notes == ("the numbers of the first line (0, 1, 2) are read as a row: use --header if they are names",)
+
+
+def test_an_index_of_several_levels_is_left_out(tmp_path):
+    rows = "".join(f"{row // 6},{row % 6},{a!r},{b!r}\n" for row, (a, b, *_) in enumerate(FLOATS.tolist()))
+    values, layout = read_values(write(tmp_path, ",,a,b\n" + rows))
+    np.testing.assert_array_equal(values, FLOATS[:, :2])
+    assert layout.describe() == (
+        "header: yes, 2 columns; columns 1, 2 together hold distinct whole numbers, as an index does: left out"
+    )
+    with pytest.raises(ValueError, match=r"got none for columns 1, 2; name them, or leave them out with --drop 1 --drop 2"):
+        read_values(write(tmp_path, ",,a,b\n" + rows + rows))
+    assert read_values(tmp_path / "table.csv", drop=["1", "2"])[1].columns == ("a", "b")
+    with pytest.raises(ValueError, match=r"line 2, column 1: .* got 'x'; leave columns 1, 2 out with --drop 1 --drop 2"):
+        read_values(write(tmp_path, ",,a,b\nx,u,1,2\nx,v,3,4\n"))
+
+
+@pytest.mark.parametrize("digits", [2, 17])
+def test_an_unnamed_column_that_rises_evenly_is_pointed_out(tmp_path, digits):
+    index = [float(f"{0.1 * row:.{digits}g}") for row in range(12)]
+    values, layout = read_values(write(tmp_path, frame(FLOATS, ["a", "b", "c", "d"], index)))
+    assert values.shape == (12, 5)
+    assert layout.notes == ("unnamed column 1 rises evenly, as an index does, and is kept: use --drop 1 if it is only an index",)
+    assert not read_values(tmp_path / "table.csv", keep=[""])[1].notes
+    assert not read_values(write(tmp_path, frame(FLOATS, ["a", "b", "c", "d"], [row**1.1 for row in index])))[1].notes

@@ -15,7 +15,8 @@ from typing import TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from selfnorm.data.headers import COMMA_NUMBER, WHOLE, all_quoted, is_header, is_number
+from selfnorm.data.headers import COMMA_NUMBER, WHOLE, all_quoted, is_header, is_number, may_be_row
+from selfnorm.data.labels import listed
 from selfnorm.data.safe_files import STANDARD_INPUT, byte_source, expect_fits_memory
 from selfnorm.runtime.memory import available_memory
 
@@ -31,7 +32,7 @@ class TextError(ValueError):
 class DelimitedFile:
     """A text table that has been looked at, but not read yet. Separators: comma, semicolon, tab.
 
-    A separator at the end of every line is no column.
+    A separator at the end of every line is no column. `guess` says how a first line was read that may be names or a row.
 
     header:         whether to read the first line as names; None to decide by the lines.
     numeric_names:  if False, a line with a number in it is no header, unless it holds the expected names.
@@ -62,7 +63,7 @@ class DelimitedFile:
                 expect_fits_memory(path, 8 * cells_at_most)
         quoted = len(lines) > 1 and '"' not in lines[1] and all_quoted(lines[0], self._separator)
         cells = [cell.strip() for cell in first]
-        self.guessed = ""  # the first line, if it may be names or a row
+        self.guess = ""
         if header is None:
             numeric = {cell for cell in cells if is_number(cell, self._commas)}
             header = bool(expected) and set(expected) <= set(cells)
@@ -71,8 +72,7 @@ class DelimitedFile:
             )  # some of them, beside text
             if not header and is_header(first, below, quoted=quoted, commas=self._commas):
                 header = numeric_names or not numeric
-                if numeric >= set(cells):
-                    self.guessed = ", ".join(cells[:5]) + (", …" if len(cells) > 5 else "")
+                self.guess = _say_guess(cells, header) if numeric and may_be_row(cells, below, self._commas) else ""
         if header and not below:
             raise ValueError(f"{path}: expected at least one row of numbers, got none")
         if header and all(len(row) == len(first) + 1 for row in below):
@@ -291,6 +291,12 @@ def _separator_of(lines: Sequence[str]) -> str:
         return len(even), int(longer), sum(is_number(cell, commas=separator != ",") for cell in cells) / len(cells)
 
     return max(",;\t", key=fit)
+
+
+def _say_guess(cells: Sequence[str], header: bool) -> str:
+    """Returns the note on a first line that may be names or a row."""
+    what, otherwise = ("names", "--no-header if they are a row") if header else ("a row", "--header if they are names")
+    return f"the numbers of the first line ({listed([cell for cell in cells if cell])}) are read as {what}: use {otherwise}"
 
 
 def _expected_names(first: Sequence[str], below: Sequence[Sequence[str]]) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 
 WHOLE = re.compile(r"[+-]?[0-9]+")
 COMMA_NUMBER = re.compile(r"[+-]?[0-9]+,[0-9]+([eE][+-]?[0-9]+)?")
 UNNAMED = re.compile(r"(Unnamed: [0-9].*|__index_level_[0-9]+__)?")  # as pandas writes, or reads and writes, an index
+LONGEST_NAME = 20  # of a whole number, in characters
 
 
 def is_number(text: str, commas: bool = False) -> bool:
@@ -33,47 +34,69 @@ def is_unnamed(name: str) -> bool:
 def is_header(first: Sequence[str], below: Sequence[Sequence[str]], *, quoted: bool = False, commas: bool = False) -> bool:
     """Returns whether the first line of a table is its header, judged by the lines below it.
 
-    A line without any number is one, and so is a line of quoted cells above lines without quotes, if all its numbers are whole.
-    Numbers are names, too, if they count the columns, as the default names of pandas do, and the values below do not look like a
-    continuation:
+    A line without any number is one. So is a line that begins with an empty cell, as pandas writes the name of an index, if no
+    line below does, and a line of quoted cells above lines without quotes, if all its numbers are whole. Other numbers are names
+    only if they are whole, rise from column to column, and the values below do not look like a continuation:
 
-    from 0:           three columns or more; fewer only above columns of which each is all whole or all not, and one is not.
-    from elsewhere:   three columns or more, above numbers that are all not whole.
-    beside text:      two numbers or more, if a number is below the text, or as above.
+    counting from 0:  three columns or more; fewer only above columns of which each is all whole or all not, and one is not.
+    otherwise:        three columns or more, above numbers that are all not whole.
+    beside text:      two numbers that count, or three that rise, if a number is below the text; or as above.
 
     quoted:  whether every cell of the first line is in quotes and none of the second is.
     commas:  whether numbers may have decimal commas.
     """
     cells = [cell.strip() for cell in first]
     numeric = [index for index, cell in enumerate(cells) if is_number(cell, commas)]
-    named = [index for index, cell in enumerate(cells) if cell and index not in set(numeric)]
+    named = [index for index, cell in enumerate(cells) if cell and not is_number(cell, commas)]
+    rows = [row for row in below if len(row) == len(cells)]
     if not numeric:
         return bool(named)
+    if _begins_unnamed(cells, rows):
+        return True
     if not all(WHOLE.fullmatch(cells[index]) for index in numeric):
         return False
     if quoted:
         return True
-    counted = [int(cells[index]) for index in numeric if len(cells[index]) < 10]
-    if len(counted) < len(numeric) or any(after != before + 1 for before, after in pairwise(counted)):
+    if any(len(cells[index]) >= LONGEST_NAME for index in numeric):
         return False
-    if is_unnamed(cells[0]) and counted[0] in (0, 1):  # no row of numbers has an empty cell
+    numbers = [int(cells[index]) for index in numeric]
+    counts = all(after == before + 1 for before, after in pairwise(numbers))
+    rises = len(numbers) >= 3 and all(cells) and all(after > before for before, after in pairwise(numbers))
+    if counts and is_unnamed(cells[0]) and numbers[0] in (0, 1):  # also above rows with missing values
         return True
-    rows = [row for row in below if len(row) == len(cells)]
-    if not rows:
+    if not rows or not (counts or rises):
         return False
-    if named and len(counted) > 1 and any(is_number(row[index].strip(), commas) for row in rows for index in named):
+    if named and len(numbers) > 1 and any(is_number(row[index].strip(), commas) for row in rows for index in named):
         return True
     kinds = [{WHOLE.fullmatch(row[index].strip()) is not None for row in rows} for index in numeric]
     if _continues([cells, *rows]):
         return False
-    if counted[0] == 0:
-        return len(counted) >= 3 or ({False} in kinds and all(len(kind) == 1 for kind in kinds))
-    return len(counted) >= 3 and all(kind == {False} for kind in kinds)
+    if counts and numbers[0] == 0:
+        return len(numbers) >= 3 or ({False} in kinds and all(len(kind) == 1 for kind in kinds))
+    return len(numbers) >= 3 and all(kind == {False} for kind in kinds)
+
+
+def may_be_row(first: Sequence[str], below: Sequence[Sequence[str]], commas: bool) -> bool:
+    """Returns whether a header may be a row after all: one of numbers alone, or one that lacks only its first number.
+
+    The first number is not missing if the cells below it are an index: distinct texts or whole numbers.
+    """
+    under = [row[0].strip() for row in below]
+    is_index = len(set(under)) == len(under) and not any(is_number(cell, commas) and not WHOLE.fullmatch(cell) for cell in under)
+    lacks_first = is_unnamed(first[0].strip()) and not is_index
+    return all(is_number(cell.strip(), commas) for cell in first[lacks_first:])
+
+
+def _begins_unnamed(cells: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
+    """Returns whether first columns without a name, followed by distinct names, hold something in every row."""
+    named = list(dropwhile(is_unnamed, cells))
+    is_complete = all(named) and len(set(named)) == len(named) < len(cells)
+    return is_complete and bool(rows) and all(row[0].strip() for row in rows)
 
 
 def _continues(lines: Sequence[Sequence[str]]) -> bool:
     """Returns whether three lines or more of whole numbers grow by the same amount from line to line, as 0,1,2 above 3,4,5."""
-    if len(lines) < 3 or not all(WHOLE.fullmatch(cell.strip()) and len(cell) < 20 for line in lines for cell in line):
+    if len(lines) < 3 or not all(WHOLE.fullmatch(cell.strip()) and len(cell) < LONGEST_NAME for line in lines for cell in line):
         return False
     numbers = [[int(cell) for cell in line] for line in lines]
     steps = {tuple(after - before for before, after in zip(*pair, strict=True)) for pair in pairwise(numbers)}

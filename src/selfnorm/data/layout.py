@@ -184,6 +184,8 @@ def understand(
     except TextError as error:
         raise ValueError(f"{error}{_leave_out(layout, table.texts_among(layout.used))}") from None
     notes = ["decimal commas"] if table.decimal_commas else []
+    if isinstance(table, DelimitedFile) and table.guess:
+        notes.append(table.guess)
     if isinstance(table, DelimitedFile) and table.pairs_of_whole_numbers:
         notes.append("if a line such as 12,5 is one number with a decimal comma, write 12.5")
     if len(values) and EVERYTHING not in keep:

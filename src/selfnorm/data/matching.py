@@ -162,9 +162,8 @@ def _names_of(table: Table, positions: Sequence[int]) -> list[str]:
 
 def _say(table: Table, layout: TableLayout, by_name: bool, places: dict[int, int], needed: set[int]) -> str:
     parts = []
-    if isinstance(table, DelimitedFile) and table.guessed:
-        read, otherwise = ("names", "--no-header if they are a row") if table.names else ("a row", "--header if they are names")
-        parts.append(f"the numbers of the first line ({table.guessed}) are read as {read}: use {otherwise}")
+    if isinstance(table, DelimitedFile) and table.guess:
+        parts.append(table.guess)
     if not by_name and layout.names and not isinstance(table, ArrayTable):  # arrays never have names
         parts.append("columns matched by position, not by name")
     if table.names and not by_name and (first := set(range(min(places.values()))) - needed):  # without a name
