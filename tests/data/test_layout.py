@@ -181,8 +181,24 @@ def test_names_that_are_numbers_are_found_again(tmp_path):
     )
 
 
+def test_an_index_before_names_that_are_numbers_is_skipped(tmp_path):
+    layout = TableLayout(("", "a", "b", "c"), 4, ((0, "counts the rows"),))
+    path = write(tmp_path / "t.csv", ",0,1,2", range(2), a := [0.5, 1.5], a, a)
+    found = matched(path, layout)
+    assert found.values.tolist() == [[0.5] * 3, [1.5] * 3]
+    assert found.understood == "columns matched by position, not by name; ignored: column 1"
+    # The second column of an index is not read as one that has a name.
+    assert matched(write(path, ",,0,1", range(2), a, a, a), layout).values.shape == (2, 4)  # for the caller to refuse
+    found = matched(write(path, ",,0,1", range(2), range(2), a, a), TableLayout(("a", "b"), 2))
+    assert found.values.tolist() == [[0.5] * 2, [1.5] * 2]
+
+
 def test_missing_and_repeated_columns_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"t\.csv: expected the columns of the training data, a, b, got a, k, without 'b'"):
+    with pytest.raises(ValueError, match=r"training data, column 1, 'a', got column 1, 'b', without 'a'"):
+        matched(write(tmp_path / "t.csv", ",b", [1], [7.5]), TableLayout(("", "a"), 2))
+    with pytest.raises(
+        ValueError, match=r"t\.csv: expected the columns of the training data, 'a', 'b', got 'a', 'k', without 'b'"
+    ):
         matched(write(tmp_path / "t.csv", "a,k", [1], [7.5]))
     with pytest.raises(ValueError, match=r"t\.csv: expected each column once, got 'a' more than once"):
         matched(write(tmp_path / "t.csv", "a,a,b", [1], [7.5], [2]))

@@ -46,7 +46,7 @@ def test_columns_are_selected_by_name(table, tmp_path):
     np.savetxt(tmp_path / "more.csv", more, delimiter=",", header="c,a,extra,b", comments="")
     assert ok("score", run, tmp_path / "same.csv") == ok("score", run, tmp_path / "more.csv")
     np.savetxt(tmp_path / "less.csv", rows[:, :2], delimiter=",", header="a,b", comments="")
-    assert "expected the columns of the training data, a, b, c" in fails("score", run, tmp_path / "less.csv")
+    assert "expected the columns of the training data, 'a', 'b', 'c'" in fails("score", run, tmp_path / "less.csv")
 
 
 def test_samples_of_images_in_a_table_can_be_scored(digits, tmp_path):

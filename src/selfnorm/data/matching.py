@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +67,9 @@ def read_matching(
 
 
 def _matched(path: Path, table: Table, layout: TableLayout, ids: Sequence[str]) -> MatchedRows:
-    by_name = bool(table.names and layout.names) and not (
-        all(map(str.isdigit, table.names)) and not any(map(str.isdigit, layout.names))  # only numbers, as pandas gives them
-    )
+    named = list(dropwhile(is_unnamed, table.names))
+    only_digits = bool(named) and all(map(str.isdigit, named))  # as pandas gives them
+    by_name = bool(table.names and layout.names) and not (only_digits and not any(map(str.isdigit, layout.names)))
     places = _places_by_name(path, table, layout) if by_name else _places_by_position(table, layout)
     if not places:  # too many columns or too few, as the caller will say
         return MatchedRows(table.numbers(range(table.width)))
@@ -101,8 +101,8 @@ def _places_by_name(path: Path, table: Table, layout: TableLayout) -> dict[int, 
     missing = [position for position in layout.used if layout.names[position] not in where]
     if missing:
         raise ValueError(
-            f"{path}: expected the columns of the training data, {_list(layout.columns)}, got {_list(table.names)}, without "
-            f"{_list(_called(layout.names, missing))}"
+            f"{path}: expected the columns of the training data, {_list(_called(layout.names, layout.used))}, got "
+            f"{_list(_called(table.names, range(table.width)))}, without {_list(_called(layout.names, missing))}"
         )
     places = {position: where[layout.names[position]] for position in layout.written if layout.names[position] in where}
     times = Counter(table.names)
@@ -116,14 +116,18 @@ def _places_by_name(path: Path, table: Table, layout: TableLayout) -> dict[int, 
 def _places_by_position(table: Table, layout: TableLayout) -> dict[int, int]:
     """Returns the same for a file without names: it has all columns, or those of samples, or only the data.
 
-    Any of them may follow first columns without a name, such as an index. Empty if it has another number of columns.
+    Any of them may follow first columns without a name, such as an index, which are never read as columns with a name. Empty if
+    the file has another number of columns.
     """
     choices = (tuple(range(layout.width)), layout.written, layout.used)
     unnamed = len(list(takewhile(is_unnamed, table.names)))
     tried = ((positions, start) for start in dict.fromkeys((0, unnamed)) for positions in choices)
-    present, start = next((each for each in tried if len(each[0]) + each[1] == table.width), ((), 0))
     wanted = set(layout.written)
-    return {position: place for place, position in enumerate(present, start) if position in wanted}
+    named = {position for position in wanted if layout.names and not is_unnamed(layout.names[position])}
+    for positions, start in tried:
+        if len(positions) + start == table.width and named.isdisjoint(positions[: max(0, unnamed - start)]):
+            return {position: place for place, position in enumerate(positions, start) if position in wanted}
+    return {}
 
 
 def _list(names: Sequence[str]) -> str:
