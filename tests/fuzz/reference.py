@@ -11,6 +11,7 @@ import re
 import zlib
 from decimal import Decimal, InvalidOperation
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,6 +63,8 @@ def read_table(content: bytes, name: str, wanted: tuple[str, ...] = ()) -> Readi
     spaces = [row for row in cells if len(row) == 1 and row[0] and not row[0].strip()]
     refusable |= bool(spaces)
     cells = [row for row in cells if row and row not in spaces]
+    cells, had_ends = _without_ends(cells)
+    refusable |= had_ends
     if not cells or len({len(row) for row in cells}) > 1:
         return NONE
     readings = []
@@ -72,6 +75,16 @@ def read_table(content: bytes, name: str, wanted: tuple[str, ...] = ()) -> Readi
         refusable |= doubtful
         readings += [found] if found else []
     return Readings(readings, refusable or not readings)
+
+
+def _without_ends(cells: list[list[str]]) -> tuple[list[list[str]], bool]:
+    """Returns the cells without an empty last column that has no name, which separators at the end of lines make."""
+    width = max(map(len, cells), default=0)
+    padded = [row + [""] * (width - len(row)) for row in cells]
+    below = {len(row) for row in cells[1:]}
+    if width < 2 or len(below) != 1 or len(cells[0]) < width - 1 or any(row[-1].strip() for row in padded):
+        return cells, False
+    return [row[: width - 1] for row in padded], True
 
 
 def _text(content: bytes) -> tuple[str | None, bool]:
@@ -120,7 +133,7 @@ def _headers(cells: list[list[str]]) -> tuple[list[tuple[str, ...]], bool]:
             return [first], True
         return [first, ()], True
     if all(numeric):
-        distinct_whole_numbers = len(set(first)) == len(first) and all(re.fullmatch(r"\d+", cell) for cell in first)
+        distinct_whole_numbers = len(set(first)) == len(first) and all(re.fullmatch(r"[+-]?\d+", cell) for cell in first)
         return ([(), first] if distinct_whole_numbers else [()]), distinct_whole_numbers
     return [first, ()], True
 
@@ -134,12 +147,10 @@ def _reading(
     columns = list(range(len(cells[0])))
     doubtful = len(set(header)) < len(header)
     if header and header[0] in COUNTING_NAMES:
-        counts = [number(row[0], comma) for row in cells]
-        doubtful |= len(columns) == 1
-        if counts == list(range(len(cells))) and len(columns) > 1:
-            columns = columns[1:]
-        else:
-            doubtful = True
+        unnamed = list(takewhile(lambda column: header[column] in COUNTING_NAMES, columns))
+        doubtful |= unnamed == columns or [number(row[0], comma) for row in cells] != list(range(len(cells)))
+        index = _index_among(unnamed, cells, comma)
+        columns = [column for column in columns if column not in index] or columns
     if wanted and header and set(wanted) <= set(header):
         columns = [header.index(name) for name in wanted]
     elif wanted and header and any(number(name, False) is None for name in header[columns[0] :]):
@@ -155,6 +166,15 @@ def _reading(
     doubtful |= any("," in row[column] for row in cells for column in columns)
     names = tuple(header[column] for column in columns) if header else ()
     return Reading(names, [[value for value in row if value is not None] for row in rows]), doubtful
+
+
+def _index_among(columns: list[int], cells: list[list[str]], comma: bool) -> list[int]:
+    """Returns which columns hold distinct whole numbers; all of them if none does alone, but all together do."""
+    held = {column: [number(row[column], comma) for row in cells] for column in columns}
+    whole = {column: values for column, values in held.items() if all(value is not None and value % 1 == 0 for value in values)}
+    alone = [column for column, values in whole.items() if len(set(values)) == len(values)]
+    together = len(whole) == len(columns) > 1 and len(set(zip(*whole.values(), strict=True))) == len(cells)
+    return alone or (columns if together else [])
 
 
 def number(text: str, comma: bool) -> float | None:
