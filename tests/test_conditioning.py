@@ -511,6 +511,16 @@ def test_above_the_limit_a_warning_names_the_layer_once_for_each_set_of_weights(
         flow.encode(x)
 
 
+def test_above_the_limit_an_exact_inverse_warns_as_well():
+    """Rounding x to float32 then moves f(x) by units, however exactly x was computed."""
+    flow, z = with_weights(SelfNormLinear(4), conditioned(4, 1e10)), torch.randn(5, 4, dtype=FLOAT32)
+    with pytest.warns(RuntimeWarning, match=r"Flow.decode: SelfNormLinear\(4, .*at most 1e.*rounding alone may move f\(x\) by"):
+        flow.decode(z, "exact")
+    with torch.no_grad():
+        flow.bijection.weight.copy_(conditioned(4, 1e7))
+    flow.decode(z, "exact")  # warnings are errors
+
+
 @pytest.mark.parametrize(("condition", "layers", "told"), [(1e6, 3, True), (1e6, 2, False), (1e7, 3, True), (30, 12, True)])
 @pytest.mark.parametrize("dtype", [FLOAT32, torch.float64])
 def test_a_chain_that_float64_does_not_resolve_is_told_once(condition, layers, told, dtype):

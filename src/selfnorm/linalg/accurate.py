@@ -82,7 +82,8 @@ def forward_accurately(
         return z, log_det, last
     weights = (*(condition for _, condition in rounding.conditions), *_norms_of_tensors(bijection, x))
     known = last if last is not None and last.weights == weights else None
-    before, has_warned = known, known is None and _has_warned_above(who, rounding.conditions, x.dtype)
+    before, effect = known, "change log-likelihoods by more than 1e-3 nats a dimension"
+    has_warned = known is None and _has_warned_above(who, rounding.conditions, x.dtype, effect)
     sizes = rounding.sizes(x, z)
     largest = sizes.amax(1)
     try:
@@ -112,13 +113,14 @@ def forward_accurately(
 def inverse_accurately(who: str, bijection: Any, z: Tensor, context: Tensor | None) -> Tensor:
     """Returns x by the exact inverse of a bijection, computed in float64 if the product of the condition numbers asks for it.
 
-    A warning that starts with `who` says so if that fails.
+    A warning that starts with `who` says so if that fails, or if a layer magnifies the rounding of x itself too much.
     """
     if z.dtype != torch.float32 or is_transformed() or not z.numel():
         return cast(Tensor, bijection.inverse(z, context=context)[0])
     rounding = Rounding()
     with step_context(rounding=rounding):
         x: Tensor = bijection.inverse(z, context=context)[0]
+    _has_warned_above(who, rounding.conditions, z.dtype, "move f(x) by more than 1")
     if rounding.growth() <= FLOAT32_GROWTH:
         return x
     try:
@@ -220,15 +222,14 @@ def _warn_of_float32(who: str, error: Exception) -> None:
     )
 
 
-def _has_warned_above(who: str, noted: list[tuple[nn.Module, float]], dtype: torch.dtype) -> bool:
-    """Returns whether a layer's own condition number is above what is promised, and warns of it."""
+def _has_warned_above(who: str, noted: list[tuple[nn.Module, float]], dtype: torch.dtype, effect: str) -> bool:
+    """Returns whether a layer's own condition number is above what is promised, and warns of it and of what rounding may do."""
     layer, worst = max(noted, key=lambda each: each[1], default=(None, 0.0))
     largest = LARGEST_CONDITION.get(dtype, math.inf)
     if layer is not None and worst > largest:
         warnings.warn(
             f"{who}: {describe(layer)}: expected a weight with a condition number of at most {largest:.0e} for data in {dtype}, "
-            f"got about {worst:.0e}; rounding alone may change log-likelihoods by more than 1e-3 nats a dimension. Use float64, "
-            "or look for columns that depend on each other",
+            f"got about {worst:.0e}; rounding alone may {effect}. Use float64, or look for columns that depend on each other",
             RuntimeWarning,
             stacklevel=5,
         )
