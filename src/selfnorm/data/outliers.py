@@ -14,10 +14,12 @@ Floats = NDArray[np.float64]
 
 LEAST_ROWS = 20  # fewer do not show how far a distribution reaches
 LARGEST_PART, FEW = 0.01, 3  # of the rows, or one in 20 up to three; more of them would be part of the distribution
-# How many times as far as the largest of all rows is expected to lie. A row of 200 columns four times as wide as others costs the
-# others 0.3 nats; the same for fewer rows, whose tail is less well known, would set aside rows of heavy tails.
+# How many times as far as the largest of the other rows lies, or is expected to lie. A row of 200 columns four times as wide as
+# others costs the others 0.3 nats; the same for fewer rows, whose tail is less well known, would set aside rows of heavy tails.
 FACTOR, FACTOR_ROWS = 2.5, 600
 TABLES = 100.0  # one clean table in so many with heavy tails, up to Cauchy's, may lose a row
+ALONE = 1e5  # times the value of all other rows, or times 1 if they are smaller; amounts, e.g. of money, are hardly larger
+ROUNDING = 1e-6  # relative to a distance; values that differ by less are equal
 BLOCK_VALUES = 1 << 22
 
 
@@ -34,10 +36,11 @@ class Outlier:
 def gross_outliers(x: NDArray[np.floating]) -> list[Outlier]:
     """Returns the gross outliers among the rows of x, (N, D): at most 1 % of the rows, or three, or one in 20 of fewer than 60.
 
-    The tail of each column, and of the length of the rows in robust units, is extrapolated as a power law from its largest values
-    without as many of the outermost. A row is a gross outlier if it lies several times beyond the place where the largest of N
-    values is expected, and beyond what one in `TABLES` clean tables has. So the rule follows heavy tails, such as Cauchy's.
-    Cost: O(N·D).
+    The tail of each column is extrapolated as a power law from its largest values without as many of the outermost. A row is a
+    gross outlier if it lies several times beyond the place where the largest of N values is expected, or beyond the largest of
+    the other rows, and beyond what one in `TABLES` clean tables has. So the rule follows heavy tails, such as Cauchy's. In a
+    column that is the same in nearly all rows, only the few others tell how far values may lie: ones among zeros are kept, and
+    1e6 beside them is not. The lengths of the rows are held to the same rule, each column in units of its own tail. Cost: O(N·D).
     """
     total = len(x)
     if total < LEAST_ROWS or not x.shape[1]:
@@ -48,26 +51,27 @@ def gross_outliers(x: NDArray[np.floating]) -> list[Outlier]:
     excess, entry, length = np.zeros(total), np.zeros(total, np.int64), np.zeros(total)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         for start, values in _blocks(x):
-            low, centre, high = np.quantile(_thinned(values), (0.25, 0.5, 0.75), axis=0)
+            centre = np.median(_thinned(values), axis=0)
             distance = np.abs(values - centre)
-            far, power = _tail(distance, most)
-            powers += power[far > 0].tolist()
-            limit = _beyond(power, FACTOR_ROWS / total) * far * ((most + 1) * width) ** power
-            ratio = np.where(limit > 0, distance / limit, 0.0)
+            tail = _tail(distance, most)
+            limit = _limit(tail, _beyond(tail.power, FACTOR_ROWS / total), width, ALONE * np.maximum(np.abs(centre), 1.0))
+            ratio = distance / limit
             worst = ratio.argmax(1)
-            largest = ratio[np.arange(total), worst]
-            entry[largest > excess] = worst[largest > excess] + start
-            np.maximum(excess, largest, out=excess)
-            unit = np.where(high > low, (high - low) / 1.349, far)
-            length += np.square(np.where(unit > 0, distance / unit, 0.0)).sum(1)
+            farthest = ratio[np.arange(total), worst]
+            entry[farthest > excess] = worst[farthest > excess] + start
+            np.maximum(excess, farthest, out=excess)
+            # In these units a value far out in a heavy tail is small, and does not make its row a long one.
+            rare = tail.expected * (TABLES * width) ** tail.power
+            length += np.square(distance / rare).sum(1)
+            powers += tail.power[np.isfinite(rare)].tolist()
         length = np.sqrt(length)
-        far, power = _tail(length[:, None], most)
+        tail = _tail(length[:, None], most)
         # The lengths of rows with many columns are nearly equal; then few of them tell how far the largest may lie.
-        unsure = np.minimum(1.0, 2 * power) if width > 1 else 1.0
+        unsure = np.minimum(1.0, 2 * tail.power) if width > 1 else 1.0
         # Sums of many heavy tails look lighter than they are until far out.
-        heaviest = np.maximum(power, np.median(powers or [0.0]))
-        limit = _beyond(heaviest, FACTOR_ROWS / total * unsure) * far * (most + 1) ** power
-        excess = np.maximum(excess, np.where(limit > 0, length / limit, 0.0))
+        heaviest = np.maximum(tail.power, np.median(powers or [0.0]))
+        limit = _limit(tail, _beyond(heaviest, FACTOR_ROWS / total * unsure), 1, np.inf)
+        excess = np.maximum(excess, length / limit)
     found = np.flatnonzero(excess > 1)
     found = np.sort(found[np.argsort(-excess[found], kind="stable")][:most])
     return [_described(x, int(row), int(entry[row]), found) for row in found]
@@ -108,18 +112,62 @@ def _thinned(values: Floats) -> Floats:
     return values[:: max(1, len(values) // 10_000)]
 
 
-def _tail(distance: Floats, most: int) -> tuple[Floats, Floats]:
-    """Returns for each column its (most + 1)-th largest distance, and the power of the tail below it."""
+@dataclass(frozen=True)
+class _Tail:
+    """The tail of the distances from the centre in each of D columns.
+
+    power:     of the tail without the `most` outermost; 2 where too few rows differ from the centre to tell.
+    expected:  the largest distance if the tail goes on as a power law; infinite beyond Cauchy's, which goes on as none.
+    largest:   (D, most + 1), in decreasing order.
+    smaller:   (D, most), how many distances are smaller than each of these but the last, and not 0.
+    """
+
+    power: Floats
+    expected: Floats
+    largest: Floats
+    smaller: NDArray[np.int64]
+
+
+def _tail(distance: Floats, most: int) -> _Tail:
+    """Returns the tail of each column.
+
+    Equal values, such as counts, are taken as spread evenly over the step to the next value. Otherwise the tail of a column of
+    mostly zeros and ones would seem to end at 1, and a valid 4 would be an outlier.
+    """
     total = len(distance)
     inner, outer = max(0, total - 10 * (most + 1)), total - 1 - most
     ordered = np.partition(np.ascontiguousarray(distance.T), (inner, outer), axis=1)
-    near, far = ordered[:, inner], ordered[:, outer]
+    within, largest = np.sort(ordered[:, inner : outer + 1], axis=1), np.sort(ordered[:, outer:], axis=1)[:, ::-1]
+    near, far = within[:, 0], within[:, -1]
+    steps = (np.diff(within, axis=1) > ROUNDING * far[:, None]).sum(1)
+    step = np.where(steps > 0, (far - near) / np.maximum(steps, 1), far)
+    far = far + step * (1 - steps / (outer - inner))  # unchanged if no values are equal
     decades = np.log10((total - inner) / (most + 1))
-    return far, np.minimum(np.where(near > 0, np.log10(far / near) / decades, 2.0), 2.0)
+    power = np.minimum(np.where(near > 0, np.log10(far / near) / decades, 2.0), 2.0)
+    expected = np.where(power <= 1, far * (most + 1) ** power, np.inf)
+    return _Tail(power, expected, largest, np.count_nonzero(distance, axis=0)[:, None] - np.arange(1, most + 1))
+
+
+def _limit(tail: _Tail, beyond: Floats, width: int, alone: Floats | float) -> Floats:
+    """Returns the distance where outliers begin: `beyond` times the expected largest, or the largest of those that are none.
+
+    The second holds also where nothing can be extrapolated, because few rows differ from the centre or the tail is too heavy. The
+    fewer these rows are, the larger a gap may be by chance.
+
+    width:  the number of columns, any of which may have the largest value of a clean table.
+    alone:  (D,), where outliers begin if all other rows are at the centre.
+    """
+    power = np.minimum(tail.power, 1.0)
+    factor = beyond * width**power
+    chance = (TABLES * width) ** (power[:, None] / np.maximum(tail.smaller, 1))
+    start = np.where(tail.smaller > 0, factor[:, None] * chance * tail.largest[:, 1:], np.reshape(alone, (-1, 1)))
+    after_a_gap = np.where(tail.largest[:, :-1] > start, start, np.inf).min(1)
+    limit: Floats = np.minimum(factor * tail.expected, after_a_gap)
+    return limit
 
 
 def _beyond(power: Floats, unsure: Floats | float) -> Floats:
-    """Returns how many times beyond the expected largest value an outlier must be: where one table in `TABLES` has a value."""
+    """Returns how many times as far as the others an outlier must lie: where one table in `TABLES` has a value."""
     beyond: Floats = np.maximum(FACTOR * (1 + unsure), TABLES ** np.minimum(power, 1.0))
     return beyond
 
