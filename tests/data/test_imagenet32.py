@@ -129,7 +129,12 @@ def test_a_conversion_is_done_once_unless_the_sources_change(tmp_path, conversio
         lambda folder: (folder / "sources.json").write_text("{"),
         lambda folder: (folder / "sources.json").write_text(json.dumps({"layout": 0})),
         lambda folder: (folder / "validation.npy").unlink(),
+        lambda folder: (folder / "sources.json").write_text("[" * 100_000),
         lambda folder: (folder / "train.npy").write_bytes((folder / "train.npy").read_bytes()[:-1]),
+        lambda folder: (folder / "train.npy").write_bytes((folder / "train.npy").read_bytes().replace(b"}", b"(", 1)),
+        lambda folder: np.save(folder / "train.npy", np.zeros((3, 3), np.uint8)),
+        lambda folder: np.save(folder / "test.npy", np.zeros((3, 3, 32, 32))),
+        lambda folder: (folder / "test.npy").write_bytes(b"PK\x03\x04"),
     ],
 )
 def test_what_is_not_whole_is_converted_again(tmp_path, conversions, damage):
@@ -138,6 +143,17 @@ def test_what_is_not_whole_is_converted_again(tmp_path, conversions, damage):
     damage(tmp_path / imagenet32.CONVERTED_FOLDER)
     assert torch.equal(load_dataset("imagenet32", tmp_path).train, before)
     assert len(conversions) == 2
+
+
+@pytest.mark.parametrize("name", imagenet32.CONVERTED_FILES)
+def test_a_pipe_in_a_conversion_is_refused_without_waiting(tmp_path, name):
+    batches(tmp_path)
+    load_dataset("imagenet32", tmp_path)
+    path = tmp_path / imagenet32.CONVERTED_FOLDER / name
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=f"{name}: expected a regular file, got a named pipe; remove it"):
+        load_dataset("imagenet32", tmp_path)
 
 
 @pytest.mark.parametrize("fault", [KeyboardInterrupt, OSError])

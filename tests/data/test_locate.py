@@ -79,7 +79,30 @@ def test_missing_files_are_listed(tmp_path, small_mnist):
     put(tmp_path / "MNIST" / "raw", {mnist.TRAIN_FILE: b""})
     with pytest.raises(ValueError, match=rf"got all but {mnist.TEST_FILE}; get them from https://"):
         load_dataset("mnist", tmp_path)
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [mnist.TRAIN_FILE]  # nothing was downloaded there
+    put(tmp_path / "MNIST" / "raw", {f"{mnist.TEST_FILE}.gz": b""})
+    (tmp_path / "MNIST" / "raw" / mnist.TRAIN_FILE).unlink()
+    with pytest.raises(ValueError, match=rf"got all but {mnist.TRAIN_FILE}; get them"):
+        load_dataset("mnist", tmp_path)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [
+        f"{mnist.TEST_FILE}.gz"
+    ]  # nothing was downloaded there
+
+
+@pytest.mark.parametrize("packed", ["", ".gz"])
+def test_a_pipe_in_the_place_of_a_file_is_refused_without_waiting(tmp_path, small_mnist, monkeypatch, packed):
+    files, _, _ = small_mnist
+    del files[mnist.TRAIN_FILE]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for folder in (tmp_path / "named", cache_folder() / "MNIST" / "raw"):
+        put(folder, files)
+        os.mkfifo(folder / (mnist.TRAIN_FILE + packed))
+    path = f"{mnist.TRAIN_FILE}{packed}"
+    with pytest.raises(ValueError, match=rf"mnist: expected a regular file at .*{path}, got a named pipe; replace it with the"):
+        load_dataset("mnist", tmp_path / "named")
+    monkeypatch.delenv("SELFNORM_DATA", raising=False)
+    if not packed:
+        with pytest.raises(ValueError, match=rf"{path}: expected a regular file, got a named pipe; replace it with the file"):
+            load_dataset("mnist")
 
 
 # CIFAR-10

@@ -258,7 +258,7 @@ def test_pipes_in_a_run_are_refused_without_waiting(table_run, tmp_path, name):
     (run / name).unlink()
     os.mkfifo(run / name)
     message = f"{name}: expected a regular file, got a named pipe"
-    assert message in fails("train", "--resume", run, "-q")
+    assert f"{message}; remove it, or copy" in fails("train", "--resume", run, "-q")
     assert message in fails("score", run, data)
 
 

@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from selfnorm.data.dataset import Dataset
 from selfnorm.data.download import Expected, fetch_tar
-from selfnorm.data.locate import OnProgress, data_folder, locate, missing_files_error
+from selfnorm.data.locate import OnProgress, data_folder, locate, missing_files_error, paths_in
 
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CIFAR10_SUBFOLDER = "cifar-10-batches-bin"
+CIFAR10_SUBFOLDERS = (CIFAR10_SUBFOLDER, "")
 CIFAR10_PICKLES_SUBFOLDER = "cifar-10-batches-py"
 CIFAR10_CHECKSUMS = {
     "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
@@ -32,7 +33,7 @@ def load_cifar10(data_dir: str | Path | None = None, on_progress: OnProgress | N
     """Returns CIFAR-10, (N, 3, 32, 32), 256 levels: 40,000 training, 10,000 validation (the fifth file), 10,000 test images."""
     folder, is_cache = data_folder("cifar10", data_dir)
     names = list(CIFAR10_CHECKSUMS)
-    files = locate(folder, (CIFAR10_SUBFOLDER, ""), names)
+    files = locate(folder, CIFAR10_SUBFOLDERS, names)
     if not files and is_cache:
         expected = {
             f"{CIFAR10_SUBFOLDER}/{name}": Expected(IMAGES_PER_FILE * RECORD_BYTES, checksum)
@@ -49,12 +50,17 @@ def load_cifar10(data_dir: str | Path | None = None, on_progress: OnProgress | N
                 f"cifar10: expected the binary version, {CIFAR10_SUBFOLDER}/*.bin, in {folder}, got the Python version in "
                 f"{pickles}, which is not read because pickles can run code; get {CIFAR10_URL}"
             )
-        raise missing_files_error("cifar10", folder / CIFAR10_SUBFOLDER, names, CIFAR10_URL)
+        raise missing_files_error("cifar10", folder, CIFAR10_SUBFOLDERS, names, CIFAR10_URL)
     images = np.empty((len(files), IMAGES_PER_FILE, *CIFAR10_SHAPE), np.uint8)
     for file, batch in zip(files, images, strict=True):
         _read_batch_file(file, batch)
     examples = torch.from_numpy(images)
     return Dataset("cifar10", examples[:4].flatten(0, 1), examples[4], examples[5], levels=256)
+
+
+def cifar10_paths(folder: Path) -> list[Path]:
+    """Returns the paths below a data folder at which CIFAR-10 is looked for."""
+    return paths_in(folder, CIFAR10_SUBFOLDERS, list(CIFAR10_CHECKSUMS))
 
 
 def _read_batch_file(path: Path, batch: NDArray[np.uint8]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -19,9 +21,9 @@ from torch import Tensor
 
 from selfnorm.data.dataset import Dataset, permutation
 from selfnorm.data.images import image_files, read_image
-from selfnorm.data.locate import OnProgress, cache_folder, data_folder, locate, missing_files_error
+from selfnorm.data.locate import OnProgress, cache_folder, data_folder, locate, missing_files_error, paths_in
 from selfnorm.data.numpy_files import DAMAGE, read_array_header
-from selfnorm.data.safe_files import expect_fits_memory
+from selfnorm.data.safe_files import expect_fits_memory, expect_regular
 from selfnorm.runtime.files import replacing_file
 
 IMAGENET32_SOURCE = "https://image-net.org/download-images (downsampled, 32 × 32, npz format), which asks for an account"
@@ -32,6 +34,7 @@ IMAGENET32_SHAPE = (3, 32, 32)
 IMAGENET32_VALIDATION_SIZE = 20_000
 IMAGES_AT_ONCE = 4096  # held in memory during a conversion
 CONVERTED_PARTS = ("train", "validation", "test")
+CONVERTED_FILES = ("sources.json", *(f"{part}.npy" for part in CONVERTED_PARTS))
 CONVERTED_FOLDER = "selfnorm-imagenet32"
 CONVERTED_LAYOUT = 1  # increase it when the format of the converted files changes
 
@@ -46,9 +49,7 @@ def load_imagenet32(data_dir: str | Path | None = None, on_progress: OnProgress 
     folder, _ = data_folder("imagenet32", data_dir)
     *train, test = _sources(folder)
     record = {"layout": CONVERTED_LAYOUT, "sources": [_stamp(source) for source in (*train, test)]}
-    next_to_sources = test.parent / CONVERTED_FOLDER
-    key = hashlib.sha256(str(test.parent.resolve()).encode()).hexdigest()[:12]
-    in_cache = cache_folder() / f"imagenet32-{key}"
+    next_to_sources, in_cache = _conversions(test.parent)
     parts = _open_converted(next_to_sources, record) or _open_converted(in_cache, record)
     if not parts:
         target = next_to_sources if _writable(next_to_sources) else in_cache
@@ -63,6 +64,18 @@ def load_imagenet32(data_dir: str | Path | None = None, on_progress: OnProgress 
     return Dataset("imagenet32", *parts, levels=256)
 
 
+def imagenet32_paths(folder: Path) -> list[Path]:
+    """Returns the paths at which ImageNet32 is looked for below a data folder, and those of its conversions."""
+    conversions = [path for place in IMAGENET32_SUBFOLDERS for path in _conversions(folder / place)]
+    return [*paths_in(folder, IMAGENET32_SUBFOLDERS, (*BATCH_FILES, *IMAGE_FOLDERS)), *conversions]
+
+
+def _conversions(place: Path) -> tuple[Path, Path]:
+    """Returns the folders for the conversion of sources in a place: next to them, and in the user's cache."""
+    key = hashlib.sha256(os.fsencode(place.resolve())).hexdigest()[:12]
+    return place / CONVERTED_FOLDER, cache_folder() / f"imagenet32-{key}"
+
+
 def _sources(folder: Path) -> list[Path]:
     """Returns the training sources in order, then the test source: .npz files, or folders of images."""
     if files := locate(folder, IMAGENET32_SUBFOLDERS, BATCH_FILES):
@@ -73,7 +86,8 @@ def _sources(folder: Path) -> list[Path]:
             return folders
     raise missing_files_error(
         "imagenet32",
-        folder / IMAGENET32_SUBFOLDERS[0],
+        folder,
+        IMAGENET32_SUBFOLDERS,
         BATCH_FILES,
         f"{IMAGENET32_SOURCE}; or put the folders {' and '.join(IMAGE_FOLDERS)} there",
     )
@@ -89,13 +103,32 @@ def _stamp(source: Path) -> list[Any]:
 def _open_converted(folder: Path, record: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor] | None:
     """Returns the three parts as memory maps, or None unless the folder holds a finished conversion of these sources."""
     try:
-        if json.loads((folder / "sources.json").read_text()) != record:
-            return None
-        # Copy on write: torch needs writable pages, and the file must not change.
-        train, validation, test = (torch.from_numpy(np.load(folder / f"{part}.npy", mmap_mode="c")) for part in CONVERTED_PARTS)
-    except (OSError, ValueError):
+        expect_regular(folder / "sources.json")
+        complete = _record_bytes(record)
+        with (folder / "sources.json").open("rb") as file:
+            if file.read(len(complete) + 1) != complete:
+                return None
+        train, validation, test = (_open_part(folder / f"{part}.npy") for part in CONVERTED_PARTS)
+    except (OSError, *DAMAGE):
         return None
     return train, validation, test
+
+
+def _record_bytes(record: dict[str, Any]) -> bytes:
+    return json.dumps(record).encode()
+
+
+def _open_part(path: Path) -> Tensor:
+    """Returns a converted part as a memory map; raises OSError or one of `DAMAGE` if the file is not one."""
+    expect_regular(path)
+    with path.open("rb") as file:
+        shape, by_column, dtype = read_array_header(file)
+        if dtype != np.uint8 or by_column or shape[1:] != IMAGENET32_SHAPE:
+            raise ValueError(f"{dtype} of shape {shape}")
+        if os.fstat(file.fileno()).st_size - file.tell() != math.prod(shape):
+            raise EOFError("another size than its header says")
+        # Copy on write: torch needs writable pages, and the file must not change.
+        return torch.from_numpy(np.memmap(file, np.uint8, "c", file.tell(), shape))
 
 
 def _writable(folder: Path) -> bool:
@@ -110,6 +143,9 @@ def _writable(folder: Path) -> bool:
 def _convert(train: list[Path], test: Path, folder: Path, record: dict[str, Any], on_progress: OnProgress | None) -> None:
     """Writes the three parts, then the record that marks them as complete. Plain writes raise OSError on a full disk; writing
     through a memory map would kill the process."""
+    for name in CONVERTED_FILES:
+        if (folder / name).exists():
+            expect_regular(folder / name, "remove it")  # it is not replaced
     total, tests = sum(map(_count_images, train)), _count_images(test)
     held_out = np.zeros(total, bool)
     held_out[permutation(total)[: min(IMAGENET32_VALIDATION_SIZE, total // 10)]] = True
@@ -134,7 +170,7 @@ def _convert(train: list[Path], test: Path, folder: Path, record: dict[str, Any]
                     on_progress("converting imagenet32", done, total + tests)
         (folder / "sources.json").unlink(missing_ok=True)
     with replacing_file(folder / "sources.json") as file:
-        file.write(json.dumps(record).encode())
+        file.write(_record_bytes(record))
 
 
 def _count_images(source: Path) -> int:

@@ -8,6 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from selfnorm.data.safe_files import kind_of
+
 OnProgress = Callable[[str, int, int | None], None]  # of what is being done, how much is done, and the total, if known
 
 
@@ -34,20 +36,30 @@ def data_folder(who: str, data_dir: str | Path | None) -> tuple[Path, bool]:
 def locate(folder: Path, places: Sequence[str], names: Sequence[str], endings: Sequence[str] = ("",)) -> list[Path]:
     """Returns the named files from the first of the places below `folder` that has them all, or an empty list."""
     for place in places:
-        found = [
-            next((file for ending in endings if (file := folder / place / (name + ending)).is_file()), None) for name in names
-        ]
+        variants = [paths_in(folder, (place,), (name,), endings) for name in names]
+        found = [next((file for file in files if file.is_file()), None) for files in variants]
         whole = [file for file in found if file is not None]
         if len(whole) == len(names):
             return whole
     return []
 
 
-def missing_files_error(who: str, folder: Path, names: Sequence[str], source: str) -> ValueError:
-    """Returns the error for missing files: which ones, where they belong, and where to get them."""
-    absent = [name for name in names if not (folder / name).exists()]
+def paths_in(folder: Path, places: Sequence[str], names: Sequence[str], endings: Sequence[str] = ("",)) -> list[Path]:
+    """Returns the paths of the names, with each of the endings, in each of the places below `folder`."""
+    return [folder / place / (name + ending) for place in places for name in names for ending in endings]
+
+
+def missing_files_error(
+    who: str, folder: Path, places: Sequence[str], names: Sequence[str], source: str, endings: Sequence[str] = ("",)
+) -> ValueError:
+    """Returns the error if `locate` finds nothing: which files are missing, where they belong, and where to get them."""
+    for path in paths_in(folder, places, names, endings):
+        if kind := kind_of(path):
+            return ValueError(f"{who}: expected a regular file at {path}, got {kind}; replace it with the file from {source}")
+    place = folder / places[0]
+    absent = [name for name in names if not any(path.exists() for path in paths_in(place, ("",), (name,), endings))]
     got = f"all but {', '.join(absent)}" if len(absent) < len(names) else "none of them"
-    return ValueError(f"{who}: expected {', '.join(names)} in {folder}, got {got}; get them from {source}")
+    return ValueError(f"{who}: expected {', '.join(names)} in {place}, got {got}; get them from {source}")
 
 
 def require_module(module: str, who: str, package: str) -> Any:

@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 
 from selfnorm.data.dataset import Dataset
 from selfnorm.data.download import Expected, fetch_gzip
-from selfnorm.data.locate import OnProgress, data_folder, locate, missing_files_error
+from selfnorm.data.locate import OnProgress, data_folder, locate, missing_files_error, paths_in
+from selfnorm.data.safe_files import expect_regular
 
 MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 MNIST_SUBFOLDERS = ("MNIST/raw", "raw", "mnist", "")
+MNIST_ENDINGS = ("", ".gz")
 TRAIN_FILE, TEST_FILE = "train-images-idx3-ubyte", "t10k-images-idx3-ubyte"
 IMAGES_IN_FILE = {TRAIN_FILE: 60_000, TEST_FILE: 10_000}
 MNIST_CHECKSUMS = {
@@ -33,17 +35,22 @@ MNIST_SIDE = 28
 def load_mnist(data_dir: str | Path | None = None, on_progress: OnProgress | None = None) -> Dataset:
     """Returns MNIST, (N, 1, 28, 28), 256 levels: 50,000 training, 10,000 validation (the training file's last), 10,000 test."""
     folder, is_cache = data_folder("mnist", data_dir)
-    files = locate(folder, MNIST_SUBFOLDERS, list(IMAGES_IN_FILE), ("", ".gz"))
+    files = locate(folder, MNIST_SUBFOLDERS, list(IMAGES_IN_FILE), MNIST_ENDINGS)
     if not files and is_cache:
         files = [_download(folder / MNIST_SUBFOLDERS[0] / name, on_progress) for name in IMAGES_IN_FILE]
     if not files:
         raise missing_files_error(
-            "mnist", folder / MNIST_SUBFOLDERS[0], list(IMAGES_IN_FILE), f"{MNIST_URL} (unpacked, or as .gz)"
+            "mnist", folder, MNIST_SUBFOLDERS, list(IMAGES_IN_FILE), f"{MNIST_URL} (unpacked, or as .gz)", MNIST_ENDINGS
         )
     train, test = (
         torch.from_numpy(_read_idx_images(file, count)) for file, count in zip(files, IMAGES_IN_FILE.values(), strict=True)
     )
     return Dataset("mnist", train[:-MNIST_VALIDATION_SIZE], train[-MNIST_VALIDATION_SIZE:], test, levels=256)
+
+
+def mnist_paths(folder: Path) -> list[Path]:
+    """Returns the paths below a data folder at which MNIST is looked for."""
+    return paths_in(folder, MNIST_SUBFOLDERS, list(IMAGES_IN_FILE), MNIST_ENDINGS)
 
 
 def _download(target: Path, on_progress: OnProgress | None) -> Path:
@@ -56,6 +63,7 @@ def _download(target: Path, on_progress: OnProgress | None) -> Path:
 def _read_idx_images(path: Path, count: int) -> NDArray[np.uint8]:
     """Returns the images of one idx file, (count, 1, 28, 28)."""
     expected = (IDX_MAGIC, count, MNIST_SIDE, MNIST_SIDE)
+    expect_regular(path, f"replace it with the file from {MNIST_URL}")  # which a download does not do
     images = np.empty((count, 1, MNIST_SIDE, MNIST_SIDE), np.uint8)
     try:
         with cast("IO[bytes]", gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as file:

@@ -54,16 +54,31 @@ def _standard_input() -> bytes:
     return bytes(found)
 
 
-def expect_regular(path: Path) -> None:
+def expect_regular(path: Path, remedy: str = "save the data in a file first") -> None:
     """Raises ValueError unless the path is a regular file. Call it before opening a file that a user or a recipe names: opening
-    a named pipe waits for a writer, and a device may have no end."""
+    a named pipe waits for a writer, and a device may have no end.
+
+    remedy:  what to do if there is something else.
+    """
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:  # ValueError: a name with a null character
         raise ValueError(f"{path}: expected a file that can be read, got none ({reason(error)})") from None
     if not stat.S_ISREG(mode):
-        kind = next((name for is_kind, name in KINDS if is_kind(mode)), "something else")
-        raise ValueError(f"{path}: expected a regular file, got {kind}; save the data in a file first")
+        raise ValueError(f"{path}: expected a regular file, got {_kind(mode)}; {remedy}")
+
+
+def kind_of(path: Path) -> str | None:
+    """Returns what is at a path, such as "a named pipe"; None for a regular file, and if nothing is there."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return None
+    return None if stat.S_ISREG(mode) else _kind(mode)
+
+
+def _kind(mode: int) -> str:
+    return next((name for is_kind, name in KINDS if is_kind(mode)), "something else")
 
 
 def expect_fits_memory(who: object, size: int) -> None:

@@ -51,7 +51,7 @@ class RunFolder:
         """Raises ValueError if a file of the run is something else, such as a named pipe, for which a reader would wait."""
         for path in self.own_files():
             if path.exists():
-                expect_regular(path)
+                expect_regular(path, "remove it, or copy the run again")
 
     def partial_files(self) -> set[Path]:
         """Returns the temporary files that a killed process left while writing files of this run."""
