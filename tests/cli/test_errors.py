@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import selfnorm
 from selfnorm.cli.application import command
@@ -291,3 +292,31 @@ def test_an_exit_that_the_reader_of_the_output_did_not_cause_keeps_its_status(mo
 
     monkeypatch.setattr("selfnorm.cli.use.find_recipe", leave)
     assert invoke("recipes", "digits-fc-snf").exit_code == (1 if isinstance(code, str) else code)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file systems of macOS and Windows hold no such name")
+def test_a_path_that_is_not_in_utf8(table_run, tmp_path):
+    named = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.csv"))
+    shutil.copy(table_run[1], named)
+    folder = named.with_suffix("")
+    folder.mkdir()
+    shutil.copy(table_run[1], folder / "inner.csv")
+    for args in (
+        ("fit", named),
+        ("fit", folder / "inner.csv"),
+        ("train", "--set", f"source={named}"),
+        ("train", "mnist-fc-snf", "--data", folder),
+    ):
+        message = fails(*args, "--run", tmp_path / "run")
+        assert r"caf\xe9" in message and "expected a path in UTF-8" in message and "rename the file or folder" in message
+        assert not (tmp_path / "run").exists()
+    assert ok("score", table_run[0], named) == ok("score", table_run[0], table_run[1])
+
+
+def test_scores_of_images_whose_names_are_not_in_utf8(tmp_path):
+    (tmp_path / "images").mkdir()
+    for index in range(12):
+        Image.fromarray(np.full((4, 4), 20 * index, np.uint8)).save(os.fsencode(tmp_path / "images") + b"/\xe9%d.png" % index)
+    ok("fit", tmp_path / "images", "--set", "epochs=1", "--run", tmp_path / "run", "-q")
+    ok("score", tmp_path / "run", tmp_path / "images", "-o", tmp_path / "scores.csv")
+    assert r"\xe90.png,0," in (tmp_path / "scores.csv").read_text()

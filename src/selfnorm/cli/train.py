@@ -34,7 +34,7 @@ from selfnorm.train.experiments import DEFAULT, TWINS, find_recipe, recipe_for
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.result import Result
-from selfnorm.train.run import dataset_of, free_path, resume_run, resume_runs, start_run, start_runs
+from selfnorm.train.run import dataset_of, expect_storable, free_path, resume_run, resume_runs, start_run, start_runs
 from selfnorm.train.settings import override
 from selfnorm.train.stopping import DivergedError
 
@@ -149,6 +149,7 @@ def fit(
     if not file.exists():
         raise ValueError(f"{file}: expected a file or a folder of images, got a path that does not exist")
     whole = file.resolve()  # "." has no name
+    expect_storable(str(whole))
     path, name = str(whole), f"fit-{whole.name.removesuffix('.gz').rpartition('.')[0] or whole.name}"
     options = {"header": header, "drop": tuple(drop or ()) or None, "keep": tuple(keep or ()) or None}
     dataset = dataset_of(_with_options(override(Recipe(name), settings or []), **options).changed(source=path))

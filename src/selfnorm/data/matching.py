@@ -19,6 +19,7 @@ from selfnorm.data.images import image_files
 from selfnorm.data.labels import listed
 from selfnorm.data.layout import NARROW, TableLayout
 from selfnorm.data.tables import ArrayTable, Table
+from selfnorm.runtime.escapes import in_utf8
 
 MOST_LISTED = 20  # columns in a message
 
@@ -54,10 +55,10 @@ def read_matching(
     if is_image_path(path):
         if ids:
             raise ValueError(f"{path}: expected a table for --id, got images; their file names identify them")
-        files = [str(file.relative_to(path)) for file in image_files(path)] if path.is_dir() else [path.name]
+        names = [str(file.relative_to(path)) for file in image_files(path)] if path.is_dir() else [path.name]
         images = open_examples(path, header)
         assert isinstance(images, np.ndarray)
-        return MatchedRows(images, {"file": files})
+        return MatchedRows(images, {"file": list(map(in_utf8, names))})
     table = open_examples(path, header, numeric_names=numeric_names, expected=layout.columns)
     if isinstance(table, np.ndarray):
         if ids:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) != "\n"}
+
+
+def in_utf8(path: str) -> str:
+    """Returns a path with the bytes that are not UTF-8 written out, which only a file system can hold."""
+    return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def escaped(text: str) -> str:

@@ -23,6 +23,7 @@ from selfnorm.evaluate.likelihood import evaluating, likelihood, reference_score
 from selfnorm.flow import Flow, InaccurateInverseWarning, Inverse
 from selfnorm.report import figures
 from selfnorm.report.provenance import provenance
+from selfnorm.runtime.escapes import in_utf8
 from selfnorm.runtime.files import json_text, replacing, write_text
 from selfnorm.runtime.memory import PeakMemory
 from selfnorm.runtime.threads import cpu_threads
@@ -179,6 +180,7 @@ def _resumed_run(
         )
     kept = stored.data.folder if reads_folder(stored.data.source) else None  # older runs stored it for any data
     recipe = stored.changed(folder=data_dir or kept, on_divergence=on_divergence or stored.optimiser.on_divergence)
+    expect_storable(recipe.data.folder or "")
     dataset = dataset_of(recipe, on_progress)
     with folder.locked():
         folder.remove_partial_files()
@@ -215,9 +217,24 @@ def free_path(path: Path) -> Path:
 
 
 def with_absolute_data_path(recipe: Recipe) -> Recipe:
-    """Returns the recipe with the path of the user's own data made absolute, so that it is found from any folder."""
+    """Returns the recipe with the path of the user's own data made absolute, so that it is found from any folder.
+
+    Raises ValueError for a path that cannot be stored.
+    """
     own = Path(recipe.data.source).expanduser()
-    return recipe.changed(source=str(own.resolve())) if recipe.data.source not in NAMES and own.exists() else recipe
+    if recipe.data.source not in NAMES and own.exists():
+        recipe = recipe.changed(source=str(own.resolve()))
+    for path in (recipe.data.source, recipe.data.folder or ""):
+        expect_storable(path)
+    return recipe
+
+
+def expect_storable(path: str) -> None:
+    """Raises ValueError for a path that is not in UTF-8, the encoding of recipe.toml."""
+    if (shown := in_utf8(path)) != path:
+        raise ValueError(
+            f"{shown}: expected a path in UTF-8, which the run can store, got other bytes; rename the file or folder"
+        )
 
 
 def dataset_of(recipe: Recipe, on_progress: OnProgress | None = None, *, is_new: bool = False) -> Dataset:
