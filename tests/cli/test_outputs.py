@@ -4,13 +4,17 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from selfnorm.cli.outputs import expect_not_data
+from selfnorm.data import cifar10, mnist
 from selfnorm.data.batches import generator_for
 from selfnorm.evaluate.likelihood import evaluating
+from selfnorm.train.experiments import RECIPES
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.sample_files import write_samples
 from selfnorm.train.trained import Trained
@@ -95,12 +99,17 @@ def test_the_files_of_a_run_are_never_replaced(a_run, digits_run, tmp_path):
     assert {path.name for path in RunFolder(other).own_files()} >= {path.name for path in other.iterdir()}
 
 
-def test_images_of_the_training_data_are_never_replaced(tmp_path, monkeypatch):
+def save_images(folder):
+    """Saves twelve grey images in two folders below this one."""
     from PIL import Image
 
     for index, image in enumerate(np.random.default_rng(0).integers(0, 256, (12, 4, 4), np.uint8)):
-        (tmp_path / "images" / f"{index % 2}").mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image).save(tmp_path / "images" / f"{index % 2}" / f"{index}.png")
+        (folder / f"{index % 2}").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(folder / f"{index % 2}" / f"{index}.png")
+
+
+def test_images_of_the_training_data_are_never_replaced(tmp_path, monkeypatch):
+    save_images(tmp_path / "images")
     ok("fit", tmp_path / "images", "--set", "epochs=1", "--run", tmp_path / "run", "-q")
     before = digest(tmp_path / "images")
     for name in ("0/0.png", "new.png"):  # a new image would change the data
@@ -110,6 +119,72 @@ def test_images_of_the_training_data_are_never_replaced(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "images")
     ok("fit", ".", "--set", "epochs=1", "--run", tmp_path / "here", "-q")
     assert RunFolder(tmp_path / "here").read_recipe().name == "fit-images"
+    assert "samples.png: expected another file" in fails("sample", tmp_path / "run")  # the default name is here
+
+
+def test_images_that_a_folder_links_to_are_never_replaced(tmp_path):
+    save_images(tmp_path / "real")
+    (tmp_path / "links").mkdir()
+    for file in (tmp_path / "real").rglob("*.png"):
+        (tmp_path / "links" / file.name).symlink_to(file)
+    (tmp_path / "links" / "11.png").unlink()
+    os.link(tmp_path / "real" / "1" / "11.png", tmp_path / "links" / "11.png")
+    ok("fit", tmp_path / "links", "--set", "epochs=1", "--run", tmp_path / "run", "-q")
+    (tmp_path / "table.csv").symlink_to(tmp_path / "links" / "3.png")
+    before = digest(tmp_path)
+    for name in ("real/0/0.png", "real/1/11.png", "table.csv"):
+        assert "stays as it is" in fails("sample", tmp_path / "run", "-o", tmp_path / name, "--force")
+    assert digest(tmp_path) == before
+    (tmp_path / "other.png").write_text("mine")
+    ok("sample", tmp_path / "run", "-o", tmp_path / "other.png", "--force")
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("mnist", (f"MNIST/raw/{mnist.TEST_FILE}.gz", f"{mnist.TRAIN_FILE}")),
+        ("cifar10", (f"{cifar10.CIFAR10_SUBFOLDER}/test_batch.bin",)),
+        ("imagenet32", ("imagenet32/val_data.npz", "valid_32x32/new.csv", "imagenet32/selfnorm-imagenet32/train.npy")),
+        ("imagenet32", ("../cache/selfnorm/imagenet32-*/train.npy",)),
+    ],
+)
+def test_the_files_of_a_built_in_data_set_are_never_replaced(tmp_path, monkeypatch, source, names):
+    from selfnorm.data.imagenet32 import _conversions
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "data"
+    for place in (folder / "imagenet32/selfnorm-imagenet32", folder / "valid_32x32", _conversions(folder)[1]):
+        place.mkdir(parents=True)
+        (place / "train.npy").touch()
+    recipe = RECIPES["digits-fc-snf"].changed(source=source)
+    for stored, variable in ((str(folder), ""), (None, str(folder))):
+        monkeypatch.setenv("SELFNORM_DATA", variable)
+        trained = SimpleNamespace(checkpoint=SimpleNamespace(recipe=recipe.changed(folder=stored)))
+        for name in names:
+            output = next(folder.glob(name)) if "*" in name else folder / name
+            with pytest.raises(ValueError, match="stays as it is"):
+                expect_not_data(output, trained)
+        expect_not_data(folder / "scores.csv", trained)  # it is not the data's folder alone
+    monkeypatch.setenv("SELFNORM_DATA", str(tmp_path / "gone"))
+    expect_not_data(folder / names[0], trained)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_run_inside_the_image_folder_that_it_reads_is_no_data(tmp_path, monkeypatch):
+    save_images(tmp_path / "images")
+    monkeypatch.chdir(tmp_path / "images")
+    settings = ("--set", "epochs=1", "-q")
+    first = ok("fit", ".", *settings)
+    run = RunFolder(tmp_path / "images" / "runs" / "fit-images")
+    assert run.samples.exists() and run.curves.exists()
+    result = invoke("fit", ".", *settings)
+    assert result.stdout.splitlines()[0] == first.splitlines()[0]
+    assert "images in 1 folder that holds a run are left out" in result.stderr
+    ok("eval", run.path)
+    ok("train", "--resume", run.path, "-q")
+    ok("sample", run.path, "-o", run.path / "more.png")
+    assert len(read_csv(ok("score", run.path, "."))) == 12
+    assert "stays as it is" in fails("sample", run.path, "-o", "runs/more.png")
 
 
 def test_doctor_does_not_replace_a_file_that_was_written_meanwhile(a_run, monkeypatch):

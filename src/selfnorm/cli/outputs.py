@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from selfnorm.data import NAMES
-from selfnorm.data.images import IMAGE_SUFFIXES
+from selfnorm.data import paths_read, reads_folder
+from selfnorm.data.images import belongs_to_images
 from selfnorm.runtime.files import is_stream
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.trained import Trained
@@ -43,22 +43,29 @@ def expect_ending(output: Path, endings: Sequence[str]) -> None:
 
 
 def expect_not_input(output: Path, inputs: Iterable[Path]) -> None:
-    """Raises ValueError if `output` is one of the inputs, by whatever name, or one of the images in an input folder."""
+    """Raises ValueError if `output` is one of the inputs, by whatever name, or would be one of the images in an input folder."""
     for path in inputs:
-        is_image = path.is_dir() and output.suffix.lower() in IMAGE_SUFFIXES
-        if _same(output, path) or (is_image and output.resolve().is_relative_to(path.resolve())):
-            raise ValueError(f"{output}: expected another file than those that are read, got {path}, which stays as it is")
+        if _same(output, path) or (path.is_dir() and belongs_to_images(output, path)):
+            raise _is_read(output, path)
+
+
+def expect_not_data(output: Path, trained: Trained, data_dir: str | None = None) -> None:
+    """Raises ValueError if `output` belongs to the run's data, by whatever name.
+
+    data_dir:  where a built-in set's files are, if not where the recipe says.
+    """
+    data = trained.checkpoint.recipe.data
+    paths = paths_read(data.source, data_dir or data.folder)
+    expect_not_input(output, paths)
+    if reads_folder(data.source):  # its folders hold nothing but data
+        for path in paths:
+            if path.is_dir() and output.resolve().is_relative_to(path.resolve()):
+                raise _is_read(output, path)
 
 
 def files_of(run: Path) -> list[Path]:
     """Returns what must stay as it is when a verb uses a run: its files, or the checkpoint that was named."""
     return [*RunFolder(run).own_files(), *([] if run.is_dir() else [run])]
-
-
-def data_of(trained: Trained) -> list[Path]:
-    """Returns the path of the run's training data, if it is the user's own."""
-    source = trained.checkpoint.recipe.data.source
-    return [] if source in NAMES else [Path(source).expanduser()]
 
 
 def _belongs_to_run(path: Path) -> bool:
@@ -67,6 +74,12 @@ def _belongs_to_run(path: Path) -> bool:
     holds_run = any(file.exists() for file in (folder.recipe, folder.best, folder.last))
     # Some file systems do not tell upper from lower case.
     return holds_run and path.name.casefold() in {file.name.casefold() for file in folder.own_files()}
+
+
+def _is_read(output: Path, path: Path) -> ValueError:
+    return ValueError(
+        f"{output}: expected another file than those that are read, got {path}, which stays as it is; choose another with -o"
+    )
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -19,7 +19,7 @@ from selfnorm.cli.options import (
     Seed,
     resolve_device,
 )
-from selfnorm.cli.outputs import check_output, data_of, expect_ending, expect_not_input, files_of
+from selfnorm.cli.outputs import check_output, expect_ending, expect_not_data, files_of
 from selfnorm.runtime.files import is_stream
 from selfnorm.train.run import free_path
 from selfnorm.train.sample_files import SAMPLE_ENDINGS, expect_room, sample_endings, write_samples
@@ -55,10 +55,10 @@ def sample(
         shape, columns = (len(layout.written),), layout.names_of(layout.written)
     endings = sample_endings(shape, levels)
     if output:
-        expect_not_input(output, data_of(trained))
         expect_ending(output, endings)
     else:
         output = free_path(Path(f"samples{endings[0]}"))
+    expect_not_data(output, trained)
     expect_room(output, n, shape, levels)
     batches = map(trained.completed, trained.sample_batches(n, inverse.value, seed))
     write_samples(output, batches, n, shape, levels, columns, is_new=not force)

@@ -11,7 +11,7 @@ import typer
 from selfnorm.cli.application import command
 from selfnorm.cli.console import ERR, OUT, print_json
 from selfnorm.cli.options import ConstantsChoice, Debug, Device, Force, Header, Json, Output, RunPath, Seed, resolve_device
-from selfnorm.cli.outputs import check_output, data_of, expect_not_input, files_of
+from selfnorm.cli.outputs import check_output, expect_not_data, files_of
 from selfnorm.data.safe_files import STANDARD_INPUT
 from selfnorm.runtime.escapes import escaped
 from selfnorm.runtime.files import is_stream, naming_full_disk
@@ -65,7 +65,7 @@ def score(
         expect_score_format(output)
     trained = Trained.open(run, resolve_device(device))
     if output:
-        expect_not_input(output, data_of(trained))
+        expect_not_data(output, trained)
     impossible = constant_columns is ConstantsChoice.impossible
     scores = trained.score(file, samples, seed, ids=ids or (), constants_count=impossible, header=header)
     if scores.understood:

@@ -23,7 +23,7 @@ from selfnorm.cli.options import (
     absolute_folder,
     resolve_device,
 )
-from selfnorm.cli.outputs import check_output, data_of, expect_not_input, files_of
+from selfnorm.cli.outputs import check_output, expect_not_data, files_of
 from selfnorm.evaluate.health import repair
 from selfnorm.train.checkpoint import checkpoint_path, save_checkpoint
 from selfnorm.train.experiments import RECIPES, find_recipe
@@ -108,7 +108,7 @@ def doctor(
         check_output(output, (".safetensors",), force, files_of(run))
     trained = Trained.open(run, resolve_device(device))
     if output:
-        expect_not_input(output, data_of(trained))
+        expect_not_data(output, trained, absolute_folder(data))
     train = trained.examples("train", absolute_folder(data))
     x = train.random_examples(examples, seed=0)
     print_health(trained.health(x, train), json)

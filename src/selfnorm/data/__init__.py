@@ -14,18 +14,23 @@ from selfnorm.data.arrays import as_examples, read_examples, read_values
 from selfnorm.data.dataset import Dataset, permutation
 from selfnorm.data.dependence import dependence_fault, expect_independent
 from selfnorm.data.layout import EVERYTHING, TableLayout, constant_columns, kept_columns
-from selfnorm.data.locate import OnProgress
+from selfnorm.data.locate import OnProgress, data_folder
 from selfnorm.data.outliers import describe_outliers
 from selfnorm.data.prepare import Prepared, note_on_constants, prepare, with_notes
 from selfnorm.data.resolution import as_resolved
 from selfnorm.runtime.checks import did_you_mean
 
-__all__ = ["NAMES", "Dataset", "load_dataset", "read_examples", "reads_folder"]
+__all__ = ["NAMES", "Dataset", "load_dataset", "paths_read", "read_examples", "reads_folder"]
 
 _LOADERS: dict[str, Callable[[str | Path | None, OnProgress | None], Dataset]] = {
     "mnist": mnist.load_mnist,
     "cifar10": cifar10.load_cifar10,
     "imagenet32": imagenet32.load_imagenet32,
+}
+_PATHS: dict[str, Callable[[Path], list[Path]]] = {
+    "mnist": mnist.mnist_paths,
+    "cifar10": cifar10.cifar10_paths,
+    "imagenet32": imagenet32.imagenet32_paths,
 }
 KEEP_ROWS = "`--set set_outliers_aside=false`"
 NAMES: tuple[str, ...] = ("digits", *_LOADERS, *small.TOYS)
@@ -34,6 +39,19 @@ NAMES: tuple[str, ...] = ("digits", *_LOADERS, *small.TOYS)
 def reads_folder(name: str) -> bool:
     """Returns whether a data set of this name or path is read from a data folder: mnist, cifar10 and imagenet32 are."""
     return name in _LOADERS
+
+
+def paths_read(name: str, data_dir: str | Path | None = None) -> list[Path]:
+    """Returns the files and folders that a data set may read, whether they exist or not, and those that it converts them to."""
+    if name not in NAMES:
+        return [Path(name).expanduser()]
+    if not reads_folder(name):
+        return []
+    try:
+        folder, _ = data_folder(name, data_dir)
+    except ValueError:  # it is no longer there
+        return []
+    return _PATHS[name](folder)
 
 
 def load_dataset(

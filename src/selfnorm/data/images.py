@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfnorm.data.locate import require_module
-from selfnorm.data.safe_files import expect_fits_memory, expect_regular, files_below
+from selfnorm.data.safe_files import expect_fits_memory, expect_regular, files_below, is_among, would_be_among
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 # Pillow goes by a file's content, and for some formats starts other programs, such as Ghostscript for PostScript.
@@ -55,6 +55,13 @@ def read_images(path: Path) -> NDArray[np.uint8]:
 def image_files(folder: Path) -> list[Path]:
     """Returns the image files below a folder, at any depth, sorted by path."""
     return files_below(folder, IMAGE_SUFFIXES, "images")
+
+
+def belongs_to_images(file: Path, folder: Path) -> bool:
+    """Returns whether writing a file would change or add one of `image_files`, by whatever name it is written."""
+    if would_be_among(file, folder, IMAGE_SUFFIXES):
+        return True
+    return file.is_file() and is_among(file, folder, IMAGE_SUFFIXES, "images")
 
 
 def read_image(file: Path) -> NDArray[np.uint8]:

@@ -8,10 +8,12 @@ import stat
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from selfnorm.data.labels import listed
+from selfnorm.runtime.locks import LOCK_NAME
 from selfnorm.runtime.memory import available_memory
 
 STANDARD_INPUT = Path("/dev/stdin")
@@ -26,6 +28,8 @@ KINDS = (
 SYSTEM_FOLDERS = frozenset({"/proc", "/sys", "/dev"})
 MAX_OTHERS = 100_000  # entries of a folder that are no images, beyond the number of images
 NOTICE_SECONDS = 1.0
+# A folder with the first and one of the others holds a run, whose figures are no data.
+RUN_MARKS = ("recipe.toml", (LOCK_NAME, "best.safetensors", "last.safetensors"))
 
 
 def byte_source(path: Path) -> Callable[[], BinaryIO]:
@@ -94,16 +98,53 @@ def expect_fits_memory(who: object, size: int) -> None:
 def files_below(folder: Path, endings: tuple[str, ...], what: str) -> list[Path]:
     """Returns the files below a folder, at any depth, whose names end so, sorted by path.
 
-    Skips hidden names, links to folders, and the system folders /proc, /sys and /dev. Warns of folders that cannot be read, and
-    once if the search takes long. Raises ValueError if there are many more other entries than files: this is no folder of them.
+    Skips hidden names, links to folders, and the system folders /proc, /sys and /dev. Skips folders that hold a run, and says so.
+    Warns of folders that cannot be read, and once if the search takes long. Raises ValueError if there are many more other
+    entries than files: this is no folder of them.
     """
-    found: list[Path] = []
+    return sorted(Path(entry.path) for entry in _entries_below(folder, endings, what))
+
+
+def is_among(file: Path, folder: Path, endings: tuple[str, ...], what: str) -> bool:
+    """Returns whether an existing file is one of `files_below`, by whatever name: links in the folder may lead out of it."""
+    status = file.stat()
+    with warnings.catch_warnings(action="ignore"):  # they were shown when the data were read
+        # Only these are looked at one by one, which takes long for a million files.
+        candidates = (
+            entry for entry in _entries_below(folder, endings, what) if entry.is_symlink() or entry.inode() == status.st_ino
+        )
+        return any(_leads_to(entry, status) for entry in candidates)
+
+
+def would_be_among(file: Path, folder: Path, endings: tuple[str, ...]) -> bool:
+    """Returns whether `files_below` would find a file that is written to this path."""
+    written, folder = file.resolve(), folder.resolve()
+    if not written.name.lower().endswith(endings) or not written.is_relative_to(folder):
+        return False
+    inner = written.relative_to(folder)
+    between = [folder / parent for parent in inner.parents if parent.name]
+    return not any(part.startswith(".") for part in inner.parts) and not any(map(_holds_run, between))
+
+
+def _leads_to(entry: os.DirEntry[str], status: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(entry.stat(), status)
+    except OSError:  # a link to nothing
+        return False
+
+
+def _entries_below(folder: Path, endings: tuple[str, ...], what: str) -> Iterator[os.DirEntry[str]]:
+    """Yields the entries of `files_below` in any order."""
     unread: list[str] = []
-    others, noticed, start = 0, False, time.monotonic()
+    runs: list[str] = []
+    found, others, noticed, start = 0, 0, False, time.monotonic()
     waiting = [str(folder)]
     while waiting:
         place = waiting.pop()
         try:
+            if place != str(folder) and _holds_run(Path(place)):
+                runs.append(place)
+                continue
             with os.scandir(place) as entries:
                 for entry in entries:
                     if entry.name.startswith("."):
@@ -114,24 +155,32 @@ def files_below(folder: Path, endings: tuple[str, ...], what: str) -> list[Path]
                     elif entry.name.lower().endswith(endings) and not (
                         entry.is_symlink() and Path(entry.path).is_dir()  # entry.is_dir() fails for a link to itself
                     ):
-                        found.append(Path(entry.path))
+                        found += 1
+                        yield entry
                         continue
                     others += 1
-                    if others > MAX_OTHERS + len(found):
+                    if others > MAX_OTHERS + found:
                         raise ValueError(
                             f"{folder}: expected a folder of {what} ({', '.join(endings)}), got {others:,} others "
-                            f"and {len(found):,} {what} so far; name the folder that holds the {what}"
+                            f"and {found:,} {what} so far; name the folder that holds the {what}"
                         )
         except OSError as error:
             unread.append(f"{place} ({reason(error)})")
         if not noticed and time.monotonic() - start > NOTICE_SECONDS:
             noticed = True
-            warnings.warn(f"{folder}: looking for {what}; {len(found):,} so far, and {others:,} others", stacklevel=2)
+            warnings.warn(f"{folder}: looking for {what}; {found:,} so far, and {others:,} others", stacklevel=3)
     if unread:
         more = f", the first is {unread[0]}" if len(unread) > 1 else f": {unread[0]}"
         count = "1 folder" if len(unread) == 1 else f"{len(unread):,} folders"
-        warnings.warn(f"{folder}: {count} could not be read, so {what} there are left out{more}", stacklevel=2)
-    return sorted(found)
+        warnings.warn(f"{folder}: {count} could not be read, so {what} there are left out{more}", stacklevel=3)
+    if runs:
+        count = "1 folder that holds a run" if len(runs) == 1 else f"{len(runs):,} folders that hold runs"
+        warnings.warn(f"{folder}: {what} in {count} are left out: {listed(sorted(runs))}", stacklevel=3)
+
+
+def _holds_run(folder: Path) -> bool:
+    recipe, others = RUN_MARKS
+    return (folder / recipe).is_file() and any((folder / name).exists() for name in others)
 
 
 def reason(error: Exception) -> str:
