@@ -109,3 +109,18 @@ def test_links_that_lead_in_circles_end(tmp_path):
     assert [file.name for file in found] == ["a.png", "self.png"]
     with pytest.raises(ValueError, match=r"self\.png: expected a file that can be read, got none \(Too many levels"):
         expect_regular(found[1])
+
+
+@pytest.mark.parametrize("marks", [("recipe.toml", ".lock"), ("recipe.toml", "best.safetensors"), ("comparison.json", ".lock")])
+def test_folders_that_hold_a_run_or_a_comparison_are_left_out(tmp_path, marks):
+    folder = tmp_path / "images"
+    for place in (folder, folder / "inner", folder / "inner" / "run", folder / "inner" / "settings"):
+        place.mkdir()
+        (place / "a.png").touch()
+    for name in marks:
+        (folder / name).touch()  # the folder that is named is read, whatever it holds
+        (folder / "inner" / "run" / name).touch()
+    (folder / "inner" / "settings" / marks[0]).touch()
+    with pytest.warns(UserWarning, match=rf"images in 1 folder that holds a run are left out: {folder}/inner/run$"):
+        found = image_files(folder)
+    assert [file.parent.name for file in found] == ["images", "inner", "settings"]

@@ -28,8 +28,8 @@ KINDS = (
 SYSTEM_FOLDERS = frozenset({"/proc", "/sys", "/dev"})
 MAX_OTHERS = 100_000  # entries of a folder that are no images, beyond the number of images
 NOTICE_SECONDS = 1.0
-# A folder with the first and one of the others holds a run, whose figures are no data.
-RUN_MARKS = ("recipe.toml", (LOCK_NAME, "best.safetensors", "last.safetensors"))
+# A folder with one of these files, and another beside it, holds a run or a comparison, whose figures are no data.
+RUN_MARKS = {"recipe.toml": (LOCK_NAME, "best.safetensors", "last.safetensors"), "comparison.json": (LOCK_NAME,)}
 
 
 def byte_source(path: Path) -> Callable[[], BinaryIO]:
@@ -179,8 +179,9 @@ def _entries_below(folder: Path, endings: tuple[str, ...], what: str) -> Iterato
 
 
 def _holds_run(folder: Path) -> bool:
-    recipe, others = RUN_MARKS
-    return (folder / recipe).is_file() and any((folder / name).exists() for name in others)
+    return any(
+        (folder / mark).is_file() and any((folder / other).exists() for other in others) for mark, others in RUN_MARKS.items()
+    )
 
 
 def reason(error: Exception) -> str:
