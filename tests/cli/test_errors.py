@@ -109,7 +109,11 @@ def test_score_wants_the_columns_of_the_training(table_run, digits_run, tmp_path
     two = write_csv(tmp_path / "two.csv", numbers(5, 2), "a,b")
     other = write_csv(tmp_path / "other.csv", numbers(5, 3), "a,b,d")
     np.save(tmp_path / "four.npy", numbers(5, 4))
-    for file, said in ((two, "a, b, c"), (other, "a, b, d"), (tmp_path / "four.npy", "3 columns, as in training, got 4")):
+    for file, said in (
+        (two, "'a', 'b', 'c'"),
+        (other, "'a', 'b', 'd'"),
+        (tmp_path / "four.npy", "3 columns, as in training, got 4"),
+    ):
         message = fails("score", folder, file, "-o", tmp_path / "old.csv", "--force")
         assert str(file) in message and said in message
     assert (tmp_path / "old.csv").read_text() == "keep me"
