@@ -2,12 +2,14 @@
 
 import json
 import re
+import time
 
 import pytest
 
 from selfnorm.train.experiments import DEFAULT, RECIPES, find_recipe
+from selfnorm.train.folder import RunFolder
 from selfnorm.train.recipe import Recipe
-from selfnorm.train.settings import from_mapping, from_toml, override, to_toml
+from selfnorm.train.settings import checked_toml, from_mapping, from_toml, override, to_toml
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -274,3 +276,37 @@ def test_files_of_earlier_versions_keep_every_column_of_the_users_own_table():
     assert from_toml(to_toml(Recipe("mine").changed(source="table.csv")), "here").data.set_outliers_aside
     assert from_toml('name = "mine"\n[data]\nsource = "moons"\n', "here").data.keep == ()
     assert from_toml(to_toml(Recipe("mine").changed(source="table.csv")), "here").data.keep == ()
+
+
+def test_many_names_of_columns_are_written_and_read():
+    names = [f'"{index}" a.b.c.[[, # \'\'\' """\\\t' for index in range(20_000)]
+    recipe = Recipe("mine").changed(drop=tuple(names), keep=("x" * 100_000,))
+    assert from_toml(checked_toml(recipe, "here"), "here") == recipe
+
+
+def test_what_could_not_be_read_is_not_written(tmp_path):
+    for recipe in (Recipe("mine").changed(drop=("x" * 5_000_000,)), Recipe("mine").changed(drop=("\r\n\ud800",))):
+        with pytest.raises(ValueError, match=r"run/recipe.toml: expected"):
+            RunFolder(tmp_path / "run").create(recipe)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("quoted", ["a", '"a"', "'a'", '""'])
+@pytest.mark.parametrize(
+    "around",
+    ["{}", "[{}]", "x = {{{}}}", 'x = {{ y = """a"""", {}, z = " " }}', "x = {{ y = '''a'''', {}, z = ' ' }}", '# "\n{} # "'],
+)
+def test_no_key_is_hidden_in_what_looks_like_text(around, quoted):
+    key = ".".join([quoted] * 15_000) + ("" if around == "[{}]" else " = 1")
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=r"here: expected a recipe, at most 10,000 characters outside of texts, got [1-4]"):
+        from_toml(around.format(key), "here")
+    assert time.monotonic() - start < 1
+
+
+@pytest.mark.parametrize("text", ['"\\' * 500_000, '"""\\' * 500_000, "'''" * 500_001, '"\n' * 500_000, "#'" * 500_000])
+def test_texts_without_an_end_cost_no_time(text):
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="here: expected"):
+        from_toml(text, "here")
+    assert time.monotonic() - start < 5

@@ -11,7 +11,7 @@ from selfnorm.runtime.files import json_text, naming_full_disk, temporary_name, 
 from selfnorm.runtime.locks import LOCK_NAME, locking
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.records import parse_records
-from selfnorm.train.settings import from_toml, to_toml
+from selfnorm.train.settings import checked_toml, from_toml
 
 
 class RunFolder:
@@ -34,9 +34,10 @@ class RunFolder:
         self._log: TextIO | None = None  # kept open: reopening it would take a large part of a small model's epoch
 
     def create(self, recipe: Recipe) -> None:
-        """Creates the folder, if it is missing, and writes the recipe."""
+        """Creates the folder, if it is missing, and writes the recipe; raises ValueError for one that could not be read."""
+        text = checked_toml(recipe, str(self.recipe))
         self.path.mkdir(parents=True, exist_ok=True)
-        write_text(self.recipe, to_toml(recipe))
+        write_text(self.recipe, text)
 
     def locked(self) -> AbstractContextManager[None]:
         """Returns a context manager that locks the run against other processes, see `locking`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tomllib
 import warnings
@@ -18,7 +19,13 @@ from selfnorm.data.layout import EVERYTHING
 from selfnorm.train.recipe import FLAT_KEYS, REMOVED, TYPES, Recipe, path_of
 
 TEXTS = tuple[str, ...]
-LONGEST = 20_000  # characters; tomllib takes time and memory quadratic in the length of a key such as a.a.a.a
+LARGEST = 4_000_000  # characters of a recipe, most of them in the names of columns
+LONGEST = 10_000  # characters without texts; tomllib takes time and memory quadratic in the length of a key such as a.a.a.a
+# TOML's comments and texts, with the commas and spaces behind them. One that does not end goes on to where tomllib stops.
+_TEXT = re.compile(
+    r"""(?: \#[^\n]* | ["]{3}(?:\\.|[^\\])*?(?:["]{3,5}|\Z) | '{3}.*?(?:'{3,5}|\Z) | "(?:\\.|[^"\\\n])*"? | '[^'\n]*'? )[\s,]*""",
+    re.VERBOSE | re.DOTALL,
+)
 # What files mean that lack a setting because they are older, if that is not its default: earlier versions trained with the
 # paper's objective.
 OLDER_DEFAULTS = {"objective.inverse_likelihood": True}
@@ -89,10 +96,19 @@ def to_toml(recipe: Recipe) -> str:
     return "\n".join(lines) + "\n"
 
 
+def checked_toml(recipe: Recipe, where: str) -> str:
+    """Returns the recipe as TOML; raises ValueError unless it reads back equal, since a run could not be resumed without it."""
+    text = to_toml(recipe)
+    if from_toml(text.encode(errors="replace").decode(), where) != recipe:
+        raise ValueError(f"{where}: expected settings that read back as they were written, got others; choose simpler names")
+    return text
+
+
 def from_toml(text: str, where: str) -> Recipe:
     """Returns the recipe that TOML text holds; see `from_mapping`."""
-    if len(text) > LONGEST:
-        raise ValueError(f"{where}: expected a recipe, got {len(text)} characters")
+    for found, limit, what in ((text, LARGEST, ""), (_TEXT.sub("", text), LONGEST, " outside of texts")):
+        if len(found) > limit:
+            raise ValueError(f"{where}: expected a recipe, at most {limit:,} characters{what}, got {len(found):,}")
     try:
         values = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError: no TOML, or a number with thousands of digits
