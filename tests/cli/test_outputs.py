@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ from selfnorm.cli.outputs import expect_not_data
 from selfnorm.data import cifar10, mnist
 from selfnorm.data.batches import generator_for
 from selfnorm.evaluate.likelihood import evaluating
+from selfnorm.train.checkpoint import read_checkpoint, save_checkpoint
 from selfnorm.train.experiments import RECIPES
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.sample_files import write_samples
@@ -315,3 +317,10 @@ def test_the_size_of_a_table_is_not_overestimated(table_run, digits_run, tmp_pat
         for free, refused in ((size, False), (size // 2, True)):
             monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: shutil._ntuple_diskusage(10**12, 0, free))
             assert (invoke("sample", run, "-n", 500, "-o", tmp_path / name, "--force").exit_code == 1) is refused
+
+
+def test_data_with_an_impossible_name_is_no_output(a_run, tmp_path):
+    run, _ = a_run
+    best = read_checkpoint(run / "best.safetensors")
+    save_checkpoint(tmp_path / "x.safetensors", replace(best, recipe=best.recipe.changed(source="a\0b")))
+    ok("sample", tmp_path / "x.safetensors", "-n", 2, "-o", tmp_path / "x.csv")

@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import math
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -311,3 +312,25 @@ def test_a_checkpoint_without_an_epochs_metrics_can_be_resumed(tmp_path):
     again = started()
     again.resume(read_checkpoint(tmp_path / "old.safetensors"))
     assert same(again.run(), trainer.run())
+
+
+WHOLE = ("step", "validated", "best_step", "stale", "worse", "rollbacks", "far_off", "log_length")
+UNSOUND = [
+    *((name, value) for name in WHOLE for value in ([], None, True, 1.5, math.nan, -1, 10**400)),
+    *(("seconds", value) for value in ([], None, math.nan, -0.5, 10**400)),
+    *(("best_nll", value) for value in ([], "", math.inf, math.nan, 10**400)),
+    *(("warned", value) for value in (None, "error", 3, [3], {})),
+]
+
+
+def test_counters_of_another_kind_are_refused(trained, tmp_path):
+    best = read_checkpoint(trained[0] / "best.safetensors")
+    for name, value in UNSOUND:
+        save_checkpoint(tmp_path / "x.safetensors", replace(best, progress={**best.progress, name: value}))
+        with pytest.raises(
+            ValueError, match=rf"x.safetensors: expected readable checkpoint metadata, got .* \(no sound {name}\)"
+        ):
+            read_checkpoint(tmp_path / "x.safetensors")
+    for progress in ({}, {"step": 3, "best_nll": None}, {**best.progress, "later": []}):  # of other versions
+        save_checkpoint(tmp_path / "x.safetensors", replace(best, progress=progress))
+        assert read_checkpoint(tmp_path / "x.safetensors").progress == progress

@@ -83,6 +83,8 @@ def _is_read(output: Path, path: Path) -> ValueError:
 
 
 def _same(one: Path, other: Path) -> bool:
+    if "\0" in f"{one}{other}":  # no file has such a name, and looking for one raises ValueError
+        return False
     try:
         return one.samefile(other)
     except OSError:  # one of them does not exist

@@ -23,6 +23,7 @@ from selfnorm.objective import Loss
 from selfnorm.runtime.checks import event_shape, positive_int
 from selfnorm.runtime.files import replacing
 from selfnorm.train.build import build_flow, build_loss
+from selfnorm.train.counters import unsound_counters
 from selfnorm.train.digest import digest
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.recipe import Recipe
@@ -185,6 +186,8 @@ def _from_facts(path: Path, facts: Any, tensors: dict[str, Tensor]) -> Checkpoin
         if columns and (len(columns),) != shape:
             raise ValueError(f"{path}: expected one column name for each entry of the shape {shape}, got {len(columns)}")
         progress = dict(facts["progress"].items())
+        if wrong := unsound_counters(progress):
+            raise TypeError(f"no sound {', '.join(wrong)}")
         with located(str(path)):
             table = TableLayout.of_facts(facts["table"], math.prod(shape)) if facts.get("table") else None
             if table is not None and table.columns != columns:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+from typing import Any, get_type_hints
+
+from selfnorm.train.records import is_sound
 
 LASTING = 3  # validations in a row, after which an error counts as lasting
 
@@ -49,6 +52,13 @@ class RunProgress:
     def diverged(self) -> bool:
         """Whether two validations in a row were far above the best."""
         return self.worse >= 2
+
+
+def unsound_counters(stored: Mapping[str, Any]) -> list[str]:
+    """Returns the names of stored counters that have another type than in `RunProgress`, are not finite, or negative."""
+    kinds = {name: kind for name, kind in get_type_hints(RunProgress).items() if name in stored}  # earlier versions had fewer
+    negative = {name for name in kinds if kinds[name] in (int, float) and is_sound(stored[name], float) and stored[name] < 0}
+    return [name for name, kind in kinds.items() if name in negative or not is_sound(stored[name], kind)]
 
 
 def far_above(nll: float, best: float) -> bool:

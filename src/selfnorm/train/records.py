@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from selfnorm.train.settings import has_type
+
 TEXTS = {"kind", "reason", "message"}
 # By layer; logs of earlier versions have `weight` for λ. Every other field is one number.
 LISTS = {"reconstruction", "reconstruction_weight", "weight", "inverse_error", "stability_ratio"}
@@ -38,6 +40,11 @@ def _sound_fields(record: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             sound = is_finite_number(value)
         if sound:
             yield key, value
+
+
+def is_sound(value: Any, kind: Any) -> bool:
+    """Returns whether a value has a type, see `has_type`, and is finite if it is a number."""
+    return has_type(value, kind) and (not isinstance(value, int | float) or abs(value) <= LARGEST)
 
 
 def is_finite_number(value: Any) -> bool:

@@ -10,8 +10,7 @@ from types import NoneType
 from typing import get_type_hints
 
 from selfnorm.evaluate.likelihood import Likelihood
-from selfnorm.train.records import is_finite_number
-from selfnorm.train.settings import has_type
+from selfnorm.train.records import is_sound
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,6 @@ def _expect_types(found: Result | Likelihood) -> None:
         if name == "provenance":
             sound = isinstance(value, dict) and all(isinstance(each, str | NoneType) for each in value.values())
         else:
-            unknown = name == "standard_error" and value == math.inf
-            sound = has_type(value, kind) and (unknown or not isinstance(value, int | float) or is_finite_number(value))
+            sound = is_sound(value, kind) or (name == "standard_error" and value == math.inf)
         if not sound:
             raise ValueError(f"not a {name}: {str(value)[:40]}")

@@ -158,7 +158,7 @@ def has_type(value: Any, kind: Any) -> bool:
     if type(value) is int and abs(value) > sys.float_info.max:
         return False
     for choice in _choices(kind):
-        if choice == TEXTS:
+        if choice in (TEXTS, list[str]):
             if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
                 return True
         elif get_origin(choice) is Literal:
