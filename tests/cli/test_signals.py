@@ -98,6 +98,31 @@ def test_a_full_device_is_one_line(table_run, options):
     assert ("/dev/full" if options else "standard output") in done.stderr
 
 
+RUN = "RUN"
+PRINTING = [
+    ("--version",),
+    ("--help",),
+    ("recipes",),
+    ("score", *(RUN, "FILE"), "--json"),
+    ("eval", RUN),
+    ("doctor", RUN, "--json"),
+    ("train", "moons-fc-snf", "--set", "epochs=1", "--json", "--run", "NEW"),
+]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")  # noqa: PTH110
+@pytest.mark.parametrize("args", PRINTING, ids=lambda args: args[0])
+def test_standard_output_that_takes_nothing_is_named(table_run, tmp_path, args):
+    paths = {RUN: table_run[0], "FILE": table_run[1], "NEW": tmp_path / "new"}
+    call = [*COMMAND, *(paths.get(arg, arg) for arg in args)]
+    for redirection, said in ((">/dev/full", "expected room to write it"), (">&-", "expected an open stream, got a closed one")):
+        done = subprocess.run(
+            ["sh", "-c", f'exec "$@" {redirection}', "sh", *call], stderr=subprocess.PIPE, text=True, check=False
+        )
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+        assert done.stderr.startswith(f"selfnorm: standard output: {said}")
+
+
 def test_a_file_that_outgrows_the_limit_is_one_line(table_run, tmp_path):
     """A limit on the size of files stands for a full disk."""
     code = (

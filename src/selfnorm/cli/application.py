@@ -16,10 +16,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import selfnorm
-from selfnorm.cli.console import ERR, OUT, discard_unread_output
+from selfnorm.cli.console import ERR, OUT
 from selfnorm.runtime.checks import one_line
-from selfnorm.runtime.files import naming_full_disk
 from selfnorm.runtime.signals import TerminatedError, signals_raise
+from selfnorm.runtime.standard_output import discard_unwritten
 from selfnorm.train.stopping import USER_ERRORS, DivergedError, StoppedError
 
 # Put large tensors in large pages, where Linux lets programs ask for them: the gradients of large weights are new memory at each
@@ -77,8 +77,7 @@ def command(name: str, *examples: str, group: typer.Typer = app) -> Callable[[Ca
                 with signals_raise(), warnings.catch_warnings():
                     warnings.showwarning = _show_warning
                     verb(*args, debug=debug, **options)
-                    with naming_full_disk("standard output"):
-                        sys.stdout.flush()  # not at exit, where an error could no longer be told
+                    sys.stdout.flush()  # not at exit, where an error could no longer be told
             except (typer.Exit, typer.Abort):
                 raise
             except StoppedError as error:
@@ -91,7 +90,7 @@ def command(name: str, *examples: str, group: typer.Typer = app) -> Callable[[Ca
                 ERR.print("selfnorm: stopped by SIGTERM")
                 raise typer.Exit(143) from None
             except BrokenPipeError:  # the reader of our output has left, as `| head` does
-                discard_unread_output()
+                discard_unwritten(sys.stdout, sys.stderr)
                 raise typer.Exit(0) from None
             except Exception as error:
                 if debug:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -14,6 +13,7 @@ from rich.table import Table
 from selfnorm.report.timings import three_digits
 from selfnorm.runtime.escapes import escaped
 from selfnorm.runtime.files import json_text
+from selfnorm.runtime.standard_output import discard_unwritten
 
 
 class PlainConsole(Console):
@@ -37,18 +37,7 @@ def print_json(record: Any) -> None:
     try:
         print(json_text(record), flush=True)
     except BrokenPipeError:
-        discard_unread_output()
-
-
-def discard_unread_output() -> None:
-    """Discards what is written from now on to standard output or error if its reader has left, so that nothing fails, even at
-    exit, when Python writes what is still buffered."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except BrokenPipeError:
-            with open(os.devnull, "wb") as nowhere:  # noqa: PTH123
-                os.dup2(nowhere.fileno(), stream.fileno())
+        discard_unwritten(sys.stdout, sys.stderr)
 
 
 def build_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:

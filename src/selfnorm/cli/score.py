@@ -14,7 +14,7 @@ from selfnorm.cli.options import ConstantsChoice, Debug, Device, Force, Header, 
 from selfnorm.cli.outputs import check_output, expect_not_data, files_of
 from selfnorm.data.safe_files import STANDARD_INPUT
 from selfnorm.runtime.escapes import escaped
-from selfnorm.runtime.files import is_stream, naming_full_disk
+from selfnorm.runtime.files import is_stream
 from selfnorm.train.score_files import SCORE_ENDINGS, expect_score_format, scores_csv, write_scores
 from selfnorm.train.trained import Trained
 
@@ -76,8 +76,7 @@ def score(
             print_json(row)
     elif output is None:
         text = scores_csv(rows)  # as it is for a program; what identifies a row may hold anything
-        with naming_full_disk("standard output"):
-            sys.stdout.write(escaped(text) if sys.stdout.isatty() else text)
+        sys.stdout.write(escaped(text) if sys.stdout.isatty() else text)
     else:
         write_scores(output, rows, is_new=not force)
         (ERR if is_stream(output) else OUT).print(f"wrote {len(rows)} rows to {output}")
