@@ -191,8 +191,9 @@ def test_what_fits_is_built(digits, name):
 
 # What reaches the terminal
 
-ESCAPE = "$\\x$\x1b]0owned\x07\x1b[31m\x9b1m\x7f"
-CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+ESCAPE = "$\\x$\x1b]0owned\x07\x1b[31m\x9b1m\x7f\u202e"
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+SHOWN = r"\x1b]0owned\x07\x1b[31m\x9b1m\x7f\u202e"
 
 
 def test_control_characters_of_names_are_shown_not_sent(tmp_path):
@@ -204,11 +205,11 @@ def test_control_characters_of_names_are_shown_not_sent(tmp_path):
     result = invoke("fit", file, "--set", "epochs=1", "--set", "layers=1", "--run", run)
     assert result.exit_code == 0, result.output
     assert not CONTROL.search(result.output)
-    assert r"\x1b]0owned" in result.stderr and r"run$\x$\x1b]0owned" in result.stdout
+    assert SHOWN in result.stderr and rf"run$\x${SHOWN}" in result.stdout
     np.savetxt(tmp_path / "two.csv", rows[:, :2], delimiter=",", header="b,c", comments="")
     said = fails("score", run, tmp_path / "two.csv")
-    assert r"\x1b]0owned" in said and not CONTROL.search(said)
-    assert r"\x1b]0owned" in fails("eval", tmp_path / ESCAPE)
+    assert SHOWN in said and not CONTROL.search(said)
+    assert rf"{SHOWN}\x0d\x0b" in fails("eval", tmp_path / f"{ESCAPE}\r\v")
 
 
 def test_a_consoles_own_colours_still_work(capsys):

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 from selfnorm.report.timings import three_digits
 from selfnorm.runtime.escapes import escaped
@@ -22,6 +23,9 @@ class PlainConsole(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=escaped(segment.text))
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(escaped(text), **options)  # before rich drops some control characters
 
     def on_broken_pipe(self) -> None:
         raise  # the BrokenPipeError that is being handled; rich would exit, which looks like any other SystemExit

@@ -13,6 +13,7 @@ from rich.text import Text
 from selfnorm.cli.console import ERR, OUT, build_table, print_json, short_number
 from selfnorm.compare.table import ComparedRun, Comparison
 from selfnorm.evaluate.health import FlowHealth
+from selfnorm.runtime.escapes import escaped
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.profile import Piece
 from selfnorm.train.recipe import Recipe
@@ -24,7 +25,7 @@ def print_result(folder: Path, result: Result, as_json: bool) -> None:
     """Prints a run's exact test likelihood and where its files are."""
     if as_json:
         return  # it was the run's last record
-    OUT.print(Text.assemble((result.recipe, "bold"), f": test NLL {result.test}"))
+    OUT.print(Text.assemble((escaped(result.recipe), "bold"), f": test NLL {result.test}"))
     cost = f"{result.epochs} epoch{'s' * (result.epochs != 1)} in {result.seconds:.0f} s"
     cost += "" if result.step_seconds is None else f", {short_number(1e3 * result.step_seconds)} ms per step"
     cost += "" if result.peak_memory is None else f", {result.peak_memory:.0f} MiB"

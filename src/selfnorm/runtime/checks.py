@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.runtime.autograd import is_vectorised
+from selfnorm.runtime.escapes import escaped
 
 SHOWN = 1000  # characters at either end of a very long message
+QUOTED = 200  # characters of what a message quotes from a file
 
 
 class Describable(Protocol):
@@ -40,8 +42,14 @@ def one_line(error: BaseException) -> str:
 
     The middle of a very long one, which may quote a damaged file, is left out.
     """
-    line = " ".join((str(error) or type(error).__name__).split())
-    return line if len(line) <= 2 * SHOWN else f"{line[:SHOWN]} … {line[-SHOWN:]}"
+    # Escaped first: some control characters count as spaces.
+    return shortened(" ".join(escaped(str(error) or type(error).__name__).split()), 2 * SHOWN)
+
+
+def shortened(text: str, longest: int = QUOTED) -> str:
+    """Returns the text, without its middle if it is longer than `longest`, for a message that quotes a file."""
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[:half]} … {text[-half:]}"
 
 
 def expect_shape(layer: nn.Module, x: Tensor, *event: int | str) -> None:

@@ -13,7 +13,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
+
+from selfnorm.runtime.escapes import TerminalText
 
 try:
     import fcntl
@@ -84,13 +86,16 @@ def replacing_file(path: Path, *, is_new: bool = False) -> Iterator[BinaryIO]:
 
 @contextmanager
 def written_output(path: Path, *, is_new: bool = False) -> Iterator[BinaryIO]:
-    """Yields an open file for the bytes of a path that a user named: a stream is written directly, a file replaced at the end."""
+    """Yields an open file for the bytes of a path that a user named: a stream is written directly, a file replaced at the end.
+
+    A terminal shows control characters instead of obeying them; pipes, like files, get every byte.
+    """
     if not is_stream(path):
         with replacing_file(path, is_new=is_new) as file:
             yield file
         return
     with naming_full_disk(path), open(_stream_descriptor(path), "wb") as stream:
-        yield stream
+        yield cast(BinaryIO, TerminalText(stream)) if stream.isatty() else stream
 
 
 def is_stream(path: Path) -> bool:
