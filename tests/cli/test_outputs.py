@@ -304,6 +304,9 @@ def test_more_samples_than_the_disk_holds_are_refused_at_once(table_run, digits_
         message = fails("sample", table_run[0], "-n", n, "-o", tmp_path / name)
         assert "10.0 GB left" in message and "draw fewer" in message
     assert "expected a picture of at most 20,000,000 pixels" in fails("sample", digits_run[0], "-n", n, "-o", tmp_path / "x.png")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 0, 4000))
+    message = fails("sample", table_run[0], "-n", 100_000, "-o", tmp_path / "x.npy")
+    assert "has 4.0 kB left, got 100,000 that take about 1.2 MB" in message
     assert list(tmp_path.iterdir()) == []
 
 

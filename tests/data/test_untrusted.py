@@ -274,3 +274,16 @@ def test_a_table_that_expands_without_end_is_refused_at_its_beginning(tmp_path, 
         file.write(byte * (1 << 22))
     with pytest.raises(ValueError, match=message):
         read_examples(tmp_path / "t.csv.gz")
+
+
+def test_what_a_header_holds_is_quoted_briefly(tmp_path):
+    values = {"shape": described(shape=f"(-{'9' * 4000},)"), "type": described(descr=f"[('{'n' * 5000}', '<f8')]", shape="(1,)")}
+    for name, text in values.items():
+        (tmp_path / f"{name}.npy").write_bytes(header_of(text) + bytes(8))
+        with pytest.raises(ValueError, match=rf"{name}\.npy: expected ") as caught:
+            read_examples(tmp_path / f"{name}.npy")
+        assert len(str(caught.value)) < 600 + len(str(tmp_path))
+    np.savez(tmp_path / "x.npz", **{f"{index}{'n' * 5000}": np.ones(1) for index in "ab"})
+    with pytest.raises(ValueError, match=r"expected one array.* … ") as caught:
+        read_examples(tmp_path / "x.npz")
+    assert len(str(caught.value)) < 600

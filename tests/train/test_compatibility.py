@@ -66,6 +66,7 @@ def test_the_likelihood_is_the_stored_one():
     assert Trained.open(BEFORE / "whole").evaluate().nll == pytest.approx(result.test.nll, abs=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore::selfnorm.train.scores.UnverifiedScoresWarning")
 def test_images_get_the_stored_percentiles(tmp_path):
     np.save(tmp_path / "images.npy", load_dataset("digits").test[:20].numpy())
     scores = Trained.open(BEFORE / "whole").score(tmp_path / "images.npy")

@@ -22,7 +22,7 @@ from selfnorm.train.run import resume_run, start_run
 from selfnorm.train.starts import DamagedCheckpointWarning
 from selfnorm.train.stopping import StoppedError
 from support.checkpoint_files import write_checkpoint
-from support.commandline import digest, fails, invoke
+from support.commandline import digest, fails, invoke, ok
 from support.small_runs import SMALL, assert_same_runs, digits, same
 
 SMALLEST = Checkpoint(
@@ -256,3 +256,19 @@ def test_weights_alone_are_not_resumed(tmp_path, damaged):
     said = f"{'best' if damaged else 'last'}.safetensors: expected a checkpoint to resume from, got weights without"
     with warnings.catch_warnings(action="ignore", category=DamagedCheckpointWarning), pytest.raises(ValueError, match=said):
         resume_run(run)
+
+
+@pytest.mark.parametrize("damage", [None, "{", "earlier"])
+def test_scores_that_cannot_be_verified_are_used_with_a_note(table_run, tmp_path, damage):
+    run = shutil.copytree(table_run[0], tmp_path / "run")
+    before = ok("score", run, table_run[1])
+    if damage is None:
+        (run / "result.json").unlink()
+    else:
+        stored = json.loads((run / "result.json").read_text())
+        del stored["scores_digest"]
+        (run / "result.json").write_text(json.dumps(stored) if damage == "earlier" else damage)
+    with warnings.catch_warnings(action="default"):
+        result = invoke("score", run, table_run[1])
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (0, before, 1)
+    assert f"{run / 'training_scores.npy'}: the run's result holds no digest of this file" in result.stderr

@@ -16,6 +16,7 @@ from selfnorm.models import fc_flow
 from selfnorm.report import figures
 from selfnorm.train.checkpoint import read_checkpoint, save_checkpoint
 from selfnorm.train.folder import RunFolder
+from selfnorm.train.records import parse_records
 from selfnorm.train.run import draw_samples, free_path, start_run
 from selfnorm.train.scores import Scores
 from selfnorm.train.trained import Trained
@@ -277,3 +278,7 @@ def test_the_sample_sheet_shows_the_learned_inverse_only_if_there_is_one(linear,
     assert list(drawn) == titles
     exact = flow.eval().sample(len(drawn["samples"]), "exact", generator_for(torch.device("cpu"), 0, "sheet"))
     torch.testing.assert_close(drawn["samples"], exact, rtol=1e-3, atol=1e-3)
+
+
+def test_times_below_zero_are_left_out_of_a_log():
+    assert parse_records('{"kind": "epoch", "step_seconds": -1, "seconds": 0.5}') == [{"kind": "epoch", "seconds": 0.5}]

@@ -18,6 +18,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from selfnorm.data.safe_files import expect_fits_memory, expect_regular
+from selfnorm.runtime.checks import one_line, shortened
 
 ARCHIVE_MAGIC = (b"PK\x03\x04", b"PK\x05\x06")
 # What NumPy writes; others let the file choose how much memory they take.
@@ -53,7 +54,9 @@ def read_numpy(path: Path) -> NDArray[np.generic]:
         keys = list(members)
         key = next((key for key in ("data", "x") if key in keys), keys[0] if len(keys) == 1 else None)
         if key is None:
-            raise ValueError(f'{path}: expected one array, or one named "data" or "x", got {", ".join(keys) or "none"}')
+            raise ValueError(
+                f'{path}: expected one array, or one named "data" or "x", got {shortened(", ".join(keys)) or "none"}'
+            )
         with _naming_damage(path):
             if members[key].compress_type not in COMPRESSIONS:
                 raise ValueError("an unusual compression")
@@ -91,7 +94,7 @@ def _read_array(path: Path, file: IO[bytes], length: int) -> NDArray[np.generic]
         if dtype.hasobject:
             raise ValueError("pickled objects")
     if dtype.kind not in "biuf":
-        raise ValueError(f"{path}: expected numbers, integer or real, got an array of {dtype}")
+        raise ValueError(f"{path}: expected numbers, integer or real, got an array of {shortened(str(dtype))}")
     size, left = math.prod(shape) * dtype.itemsize, length - file.tell()
     with _naming_damage(path):
         if size != left:
@@ -115,7 +118,7 @@ def _naming_damage(path: Path) -> Iterator[None]:
     try:
         yield
     except DAMAGE as error:
-        why = str(error) or type(error).__name__
+        why = shortened(one_line(error))  # it may quote the header
         raise ValueError(
             f"{path}: expected an array of numbers, got a file that cannot be read as one ({why}); pickled objects are never "
             "loaded because they can run code: save numbers with np.save"

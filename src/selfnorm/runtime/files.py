@@ -185,6 +185,12 @@ def naming_full_disk(path: Path | str) -> Iterator[None]:
         ) from None
 
 
+def byte_count(size: int) -> str:
+    """Returns a number of bytes in a unit in which it is at least 1, such as "1.5 MB"."""
+    unit, name = next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if size >= unit), (1, "bytes"))
+    return f"{size / unit:,.{0 if unit == 1 else 1}f} {name}"
+
+
 def json_text(value: Any, indent: int | None = None) -> str:
     """Returns standard JSON; NaN and infinities, which it cannot express, become null."""
     return json.dumps(_without_nan(value), allow_nan=False, indent=indent)

@@ -20,7 +20,7 @@ from selfnorm.data.layout import TableLayout
 from selfnorm.flow import Flow
 from selfnorm.layers.affine import Affine
 from selfnorm.objective import Loss
-from selfnorm.runtime.checks import event_shape, positive_int
+from selfnorm.runtime.checks import event_shape, positive_int, shortened
 from selfnorm.runtime.files import replacing
 from selfnorm.train.build import build_flow, build_loss
 from selfnorm.train.counters import unsound_counters
@@ -155,8 +155,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise ValueError(f"{path}: expected a checkpoint of format {FORMAT}, got {metadata.get('format', 'none')!r}")
+            if (found := shortened(metadata.get("format", "none"))) != FORMAT:
+                raise ValueError(f"{path}: expected a checkpoint of format {FORMAT}, got {found!r}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: expected a safetensors checkpoint, got a truncated or foreign file ({error})") from None

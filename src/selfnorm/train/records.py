@@ -17,7 +17,8 @@ LARGEST = 3.5e38  # of float32, in which training computes
 def parse_records(text: str) -> list[dict[str, Any]]:
     """Returns the records in JSON lines: dicts whose `kind` is text, and whose other fields are of the kinds that runs log.
 
-    Numbers are finite, None where the log has null. Damaged lines, and damaged fields of a record, are left out.
+    Numbers are finite, and times not negative; None where the log has null. Damaged lines, and damaged fields of a record, are
+    left out.
     """
     records = []
     for line in text.splitlines():
@@ -37,7 +38,7 @@ def _sound_fields(record: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         elif key in LISTS:
             sound = isinstance(value, list) and all(map(is_finite_number, value))
         else:
-            sound = is_finite_number(value)
+            sound = is_finite_number(value) and not (value and key.endswith("seconds") and value < 0)
         if sound:
             yield key, value
 

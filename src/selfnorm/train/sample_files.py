@@ -18,7 +18,7 @@ from torch import Tensor
 
 from selfnorm.data.dataset import is_image
 from selfnorm.report import figures
-from selfnorm.runtime.files import is_stream, written_output
+from selfnorm.runtime.files import byte_count, is_stream, written_output
 
 MAX_PIXELS = 20_000_000  # of a picture
 SAMPLE_ENDINGS = (".png", ".csv", ".npy")
@@ -49,8 +49,8 @@ def expect_room(path: Path, n: int, shape: tuple[int, ...], levels: int | None) 
     size, free = n * math.prod(shape) * a_number, shutil.disk_usage(path.parent).free
     if size > free:
         raise ValueError(
-            f"{path}: expected samples that fit on the disk, which has {free / 1e9:,.1f} GB left, got {n:,} that take about "
-            f"{size / 1e9:,.1f} GB; draw fewer or choose another disk"
+            f"{path}: expected samples that fit on the disk, which has {byte_count(free)} left, got {n:,} that take about "
+            f"{byte_count(size)}; draw fewer or choose another disk"
         )
 
 

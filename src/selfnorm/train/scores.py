@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from selfnorm.runtime.checks import one_line
+from selfnorm.runtime.checks import one_line, shortened
 from selfnorm.train.digest import digest_of_scores
 
 
@@ -63,19 +64,23 @@ class Scores:
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
+class UnverifiedScoresWarning(UserWarning):
+    """The scores of the training data, which give the percentiles, cannot be compared with those that the run wrote."""
+
+
 def read_scores(path: Path, expected_digest: str | None) -> NDArray[np.float64]:
     """Returns the log-likelihoods of training examples that a run stored, sorted; raises ValueError if they cannot be used.
 
-    expected_digest:  from the run's result; None, if there is none, skips the comparison.
+    expected_digest:  from the run's result; None, if there is none, skips the comparison, with `UnverifiedScoresWarning`.
     """
     got = ""
     try:
         stored = np.lib.format.open_memmap(path, mode="r")  # which checks the file's size before it allocates anything
     except Exception as error:  # numpy parses the header as Python, and lets errors of that parser through
-        got = f"a damaged file ({one_line(error)})"
+        got = f"a damaged file ({shortened(one_line(error))})"
     else:
         if stored.ndim != 1 or stored.dtype not in (np.float32, np.float64):
-            got = f"an array of shape {stored.shape} and dtype {stored.dtype}"
+            got = f"an array of shape {stored.shape} and dtype {shortened(str(stored.dtype))}"
         elif not (len(stored) and np.isfinite(stored).all()):
             got = "non-finite ones" if len(stored) else "none"
         elif (np.diff(stored) < 0).any():
@@ -85,5 +90,12 @@ def read_scores(path: Path, expected_digest: str | None) -> NDArray[np.float64]:
     if got:
         raise ValueError(
             f"{path}: expected the training data's scores, got {got}; `selfnorm train --resume {path.parent}` writes them again"
+        )
+    if expected_digest is None:
+        warnings.warn(
+            f"{path}: the run's result holds no digest of this file, so a change of it cannot be detected; "
+            f"`selfnorm train --resume {path.parent}` writes both again",
+            UnverifiedScoresWarning,
+            stacklevel=2,
         )
     return np.array(stored, np.float64)

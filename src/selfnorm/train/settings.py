@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from selfnorm.bijection import located
 from selfnorm.data import NAMES
 from selfnorm.data.layout import EVERYTHING
+from selfnorm.runtime.checks import shortened
 from selfnorm.train.recipe import FLAT_KEYS, REMOVED, TYPES, Recipe, path_of
 
 TEXTS = tuple[str, ...]
@@ -62,7 +63,8 @@ def from_mapping(values: Mapping[str, Any], where: str) -> Recipe:
         if (name := path.removeprefix("objective.")) in REMOVED:
             if (off := REMOVED[name]) is not None and value not in off:
                 warnings.warn(
-                    f"{where}: {name} = {value!r} is no longer supported and is ignored, also if the run is resumed", stacklevel=2
+                    f"{where}: {name} = {_shown(value)} is no longer supported and is ignored, also if the run is resumed",
+                    stacklevel=2,
                 )
             continue
         if path not in TYPES:
@@ -147,7 +149,7 @@ def _shown(value: Any) -> str:
         text = repr(value)
     except (RecursionError, ValueError):  # nested deeply, or a number with thousands of digits
         return f"a {type(value).__name__} that is too large to show"
-    return text if len(text) <= 80 else f"{text[:80]}…"
+    return shortened(text)
 
 
 def has_type(value: Any, kind: Any) -> bool:
