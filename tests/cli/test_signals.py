@@ -115,7 +115,8 @@ PRINTING = [
 def test_standard_output_that_takes_nothing_is_named(table_run, tmp_path, args):
     paths = {RUN: table_run[0], "FILE": table_run[1], "NEW": tmp_path / "new"}
     call = [*COMMAND, *(paths.get(arg, arg) for arg in args)]
-    for redirection, said in ((">/dev/full", "expected room to write it"), (">&-", "expected an open stream, got a closed one")):
+    outcomes = [(">/dev/full", "expected room to write it"), (">&-", "expected an open stream, got a closed one")]
+    for redirection, said in outcomes if args[0] in ("--version", "score") else outcomes[:1]:
         done = subprocess.run(
             ["sh", "-c", f'exec "$@" {redirection}', "sh", *call], stderr=subprocess.PIPE, text=True, check=False
         )
