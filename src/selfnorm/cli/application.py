@@ -75,7 +75,7 @@ def command(name: str, *examples: str, group: typer.Typer = app) -> Callable[[Ca
                     stream.reconfigure(errors="replace")  # prints ? for ± or λ if the terminal lacks them
             try:
                 with signals_raise(), warnings.catch_warnings():
-                    warnings.showwarning = _show_warning
+                    warnings.showwarning = functools.partial(_show_warning, set())
                     verb(*args, debug=debug, **options)
                     sys.stdout.flush()  # not at exit, where an error could no longer be told
             except (typer.Exit, typer.Abort):
@@ -108,9 +108,12 @@ def command(name: str, *examples: str, group: typer.Typer = app) -> Callable[[Ca
     return register
 
 
-def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-    """Prints a warning as one line, without the place in the source that issued it."""
-    ERR.print(f"selfnorm: {one_line(message if isinstance(message, Warning) else category(message))}", style="yellow")
+def _show_warning(shown: set[str], message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    """Prints a warning as one line, without the place in the source that issued it, unless it was shown before."""
+    line = one_line(message if isinstance(message, Warning) else category(message))
+    if line not in shown:
+        shown.add(line)
+        ERR.print(f"selfnorm: {line}", style="yellow")
 
 
 @app.callback(invoke_without_command=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from selfnorm.data.labels import listed
+from selfnorm.runtime.files import byte_count
 from selfnorm.runtime.locks import LOCK_NAME
 from selfnorm.runtime.memory import available_memory
 
@@ -90,7 +91,7 @@ def expect_fits_memory(who: object, size: int) -> None:
     available = available_memory()
     if available is not None and size > available:
         raise ValueError(
-            f"{who}: expected data that fits into the available memory, {_gigabytes(available)}, got {_gigabytes(size)}; "
+            f"{who}: expected data that fits into the available memory, {byte_count(available)}, got {byte_count(size)}; "
             "use fewer or smaller examples"
         )
 
@@ -187,7 +188,3 @@ def _holds_run(folder: Path) -> bool:
 def reason(error: Exception) -> str:
     """Returns why a call of the operating system failed, without the path, which the message names already."""
     return getattr(error, "strerror", None) or str(error)
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:,.1f} GB"

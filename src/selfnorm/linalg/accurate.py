@@ -95,7 +95,8 @@ def forward_accurately(
             )
             known = Compared(weights, needed, None if needed or len(x) < COMPARED_ROWS else largest)
         is_new = not has_warned and (before is None or before.float64 != known.float64)
-        if is_new and (known.float64 or x.dtype == torch.float64) and rounding.growth() > LARGEST_CONDITION[torch.float64]:
+        is_wide = known.float64 or (x.dtype == torch.float64 and rounding.growth() < math.inf)  # else nothing is known of a layer
+        if is_new and is_wide and rounding.growth() > LARGEST_CONDITION[torch.float64]:
             _warn_of_float64(who, bijection, x, context, sizes)
         if known.float64:
             wide = _forward_in_float64(bijection, x, context)
