@@ -181,7 +181,7 @@ def test_a_run_inside_the_image_folder_that_it_reads_is_no_data(tmp_path, monkey
     assert run.samples.exists() and run.curves.exists()
     result = invoke("fit", ".", *settings)
     assert result.stdout.splitlines()[0] == first.splitlines()[0]
-    assert "images in 1 folder that holds a run are left out" in result.stderr
+    assert result.stderr.count("images in 1 folder that holds a run are left out") == 1
     ok("eval", run.path)
     ok("train", "--resume", run.path, "-q")
     ok("sample", run.path, "-o", run.path / "more.png")
