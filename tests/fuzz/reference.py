@@ -71,7 +71,7 @@ def read_table(content: bytes, name: str, wanted: tuple[str, ...] = ()) -> Readi
     headers, unsure = _headers(cells)
     refusable |= unsure
     for header in headers:
-        found, doubtful = _reading(cells[1:] if header else cells, header, separator == ";", wanted)
+        found, doubtful = _reading(cells[1:] if header else cells, header, separator in ";\t", wanted)
         refusable |= doubtful
         readings += [found] if found else []
     return Readings(readings, refusable or not readings)
