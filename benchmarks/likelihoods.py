@@ -54,12 +54,13 @@ def bare(flow: Flow, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def errors(rows: int, condition: float) -> list[Cell]:
+def errors(rows: int, condition: float, device: torch.device) -> list[Cell]:
     """Returns a row with the largest errors, in nats a dimension, apart from rounding the result."""
     layer = SelfNormLinear(rows)
     layer.weight.copy_(conditioned(rows, condition))
     flow, exact = Flow(layer).eval(), Flow(copy.deepcopy(layer).double()).eval()
     x = torch.cat([torch.randn(ROWS, rows), exact.decode(torch.randn(ROWS, rows, dtype=torch.float64), "exact").float()])
+    flow, exact, x = flow.to(device), exact.to(device), x.to(device)
     expected = exact.log_prob(x.double())
     rounding = expected.abs() * torch.finfo(torch.float32).eps / 2
     found = [
@@ -128,7 +129,7 @@ def main() -> None:
     device = resolve_device(chosen.device)
     torch.manual_seed(0)
     with cpu_threads(chosen.threads), warnings.catch_warnings(action="ignore", category=RuntimeWarning):
-        accuracy = [errors(rows, 10.0**power) for rows in (4, 64) for power in (2, 3, 4, 5, 6, 7, 8, 10)]
+        accuracy = [errors(rows, 10.0**power, device) for rows in (4, 64) for power in (2, 3, 4, 5, 6, 7, 8, 10)]
         times = [costs(name, condition, chosen.repeats, device) for name in FLOWS for condition in (1.0, 3.0, 1e4)]
         source = provenance(device, command())
     record(

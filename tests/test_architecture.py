@@ -14,6 +14,7 @@ ORDER = [
     "linalg",
     "kernels",
     "bijection",
+    "accurate",
     "flow",
     "layers",
     "models",
@@ -32,7 +33,7 @@ ORDER = [
 EXEMPT = {"__init__", "__main__"}
 # Names that several modules may define, with the reason why.
 SAME_NAMES: dict[str, str] = {}
-NO_CUDA = ("bijection", "flow", "models", "objective", "penalties", "estimator", "runtime.context")
+NO_CUDA = ("accurate", "bijection", "flow", "models", "objective", "penalties", "estimator", "runtime.context")
 
 
 def modules():

@@ -27,9 +27,9 @@ from selfnorm import (
     SplineActivation,
     StandardNormal,
     TrackedLinear,
+    accurate,
 )
 from selfnorm.layers.emerging import AutoregressiveConv2d
-from selfnorm.linalg import accurate
 from selfnorm.linalg.wide import in_float64
 from selfnorm.models import fc_flow, glow
 from selfnorm.runtime.context import step_context

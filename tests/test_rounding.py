@@ -16,10 +16,10 @@ from selfnorm import (
     SmoothLeakyReLU,
     SplineActivation,
     StandardNormal,
+    accurate,
 )
 from selfnorm.layers.activation import Logit
 from selfnorm.layers.emerging import AutoregressiveConv2d
-from selfnorm.linalg import accurate
 from selfnorm.models import fc_flow
 from support.precision import FLOAT32, assert_exact, conditioned, with_weights
 

@@ -129,8 +129,9 @@ class Bijection(nn.Module):
         inverse_tracker     return the layer itself if `after_step` updates a stored inverse
         takes_context       set it to False if the layer ignores `context`, so that a flow of such layers refuses one
         planned_inverse     return the layer itself if `auto_inverse` decides how to use a stored inverse
-        notes_rounding      set it to True if `forward` and `inverse` tell how much they can amplify rounding errors (see
-                            `runtime/rounding.py`), or amplify none; `Flow.log_prob` in float32 then has less to compare
+        notes_rounding      set it to True if `forward` reports how much it can amplify rounding errors (see
+                            `runtime/rounding.py`), or amplifies none; `inverse` has to report matrices only. `Flow.log_prob`
+                            in float32 then has less to compare
 
     Layers inside a layer are called as `layer(x)`, so that hooks see them.
 

@@ -10,8 +10,8 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from selfnorm.accurate import Compared, forward_accurately, inverse_accurately
 from selfnorm.bijection import Bijection, Chain, InversePlan, InverseTracker, PlannedInverse, Surrogate
-from selfnorm.linalg.accurate import Compared, forward_accurately, inverse_accurately
 from selfnorm.linalg.iterations import MAX_REFINEMENTS
 from selfnorm.linalg.wide import in_float64
 from selfnorm.runtime.autograd import is_transformed, is_vectorised
@@ -102,9 +102,10 @@ class Flow(nn.Module):
     def log_prob(self, x: Tensor, *, context: Tensor | None = None) -> Tensor:
         """Returns log p(x), (N,): exact. Linear layers factorise their weight once; further batches cost no factorisation.
 
-        Up to condition numbers of 1e8, the error is below 1e-3 nats a dimension before the result is rounded to x's dtype, in
-        float32 too: where float32 would not do, the whole flow is evaluated in float64. Above, a warning says so, once for each
-        set of weights. Under transforms of torch.func everything stays in x's dtype, and under vmap no value is checked.
+        Up to condition numbers of 1e8 in each layer, the error is below 1e-3 nats a dimension before the result is rounded to
+        x's dtype, in float32 too: where float32 would not do, the whole flow is evaluated in float64. A warning says so if a
+        layer is above that, or if even float64 does not resolve the chain, once for each set of weights. Under transforms of
+        torch.func everything stays in x's dtype, and under vmap no value is checked.
         """
         z, log_det = self._encode("log_prob", x, context)
         log_prob = (self._base_log_prob(z, wide=z.dtype != x.dtype) + log_det).to(x)
@@ -151,7 +152,7 @@ class Flow(nn.Module):
                   `InaccurateInverseWarning` if ‖RW − I‖_F/√D is above 0.1 in a layer, once for each set of weights (see
                   `check_learned_inverses`).
         exact:    a factorisation of W for each set of weights, kept in eval mode; the whole flow in float64 where the layers'
-                  condition numbers ask for it.
+                  condition numbers ask for it. Each call warns of a condition number above 1e8 in float32.
         refined:  R, refined until the residual of each z is below a tolerance; exact with a warning where that does not converge.
 
         `inverse_used` tells afterwards what "auto" did.

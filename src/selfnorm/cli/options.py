@@ -45,7 +45,7 @@ DataDir = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, …; auto uses an accelerator if there is one.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; repeatable.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress: print only notes, warnings and the result.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON lines.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="File to write.")]

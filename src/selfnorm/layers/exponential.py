@@ -21,6 +21,7 @@ from selfnorm.runtime.rounding import note_bias, note_condition
 
 # At this norm the omitted terms amount to at most 1.07e-4·‖x‖ after 6 and 3e-12·‖x‖ after 13.
 MAX_NORM = 0.9
+LARGEST_CONDITION = math.exp(2 * MAX_NORM)  # a bound: ‖exp(±T)‖ ≤ exp ‖T‖
 TRAINING_TERMS, EXACT_TERMS = 6, 13
 SQUARINGS = 8
 
@@ -59,7 +60,7 @@ class ConvExponential(FusableLayer):
     @in_full_precision
     def forward(self, x: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         k = self._kernel_for(x)
-        note_condition(self, math.exp(2 * MAX_NORM), x)  # a bound: ‖exp(±T)‖ ≤ exp ‖T‖
+        note_condition(self, LARGEST_CONDITION, x)
         z = _exponential(x, k, EXACT_TERMS) + self.bias[:, None, None]
         note_bias(self.bias, z)
         return z, _trace_log_det(x, k)
@@ -67,6 +68,7 @@ class ConvExponential(FusableLayer):
     @in_full_precision
     def inverse(self, z: Tensor, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         k = -self._kernel_for(z)
+        note_condition(self, LARGEST_CONDITION, z)
         return _exponential(z - self.bias[:, None, None], k, EXACT_TERMS), _trace_log_det(z, k)
 
     @in_full_precision

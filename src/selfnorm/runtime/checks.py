@@ -1,6 +1,6 @@
 """Checks whose errors name the caller, what was expected, and what was given; parts of error messages.
 
-Only `expect_finite` reads values from the device; the others look at shapes, dtypes and plain numbers.
+Only `expect_finite` and `sums_are_finite` read values from the device; the others look at shapes, dtypes and plain numbers.
 """
 
 from __future__ import annotations

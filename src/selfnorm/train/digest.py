@@ -19,9 +19,9 @@ LARGE = 1 << 20  # bytes of a tensor for which another thread pays
 def digest(tensors: Mapping[str, Tensor], facts: str) -> str:
     """Returns the SHA-256, in hex, of the facts and of the name, dtype, shape and CRC-32 of each tensor.
 
-    It finds every flipped bit, and anything exchanged or renamed. It guards against accidents, not against forgery: the CRC-32
-    takes less than half as long as a SHA-256 of the data would. Tensors: contiguous, on the CPU; threads share the
-    large ones.
+    It finds every single flipped bit, tensors that were exchanged or renamed, and misses other damage to a tensor with a
+    probability of 2⁻³². It guards against accidents, not against forgery: the CRC-32 takes less than half as long as a SHA-256
+    of the data would. Tensors: contiguous, on the CPU; threads share the large ones.
     """
     large = [value for value in tensors.values() if value.nbytes >= LARGE]
     if len(large) > 1:

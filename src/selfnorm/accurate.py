@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from selfnorm.bijection import Bijection
 from selfnorm.linalg.factors import to_float64
 from selfnorm.linalg.wide import in_float64, widened
 from selfnorm.runtime.autograd import is_transformed
@@ -26,10 +27,10 @@ from selfnorm.runtime.rounding import Rounding
 # data of unit variance; the error grows in proportion to it and to ‖z‖²/D.
 FLOAT32_GROWTH = 1e3
 # For a chain the growth is a pessimistic bound. Above FLOAT32_GROWTH, the rows that are largest at some layer, or that lie where
-# elementwise layers are steepest, are evaluated in float64, this many at most, and must agree to so many nats a dimension.
-# Rounding errors grow with the rows and with these slopes: if that many were compared, the result holds for rows of up to LARGER
-# times their size and slope, whose errors may be LARGER² times as large.
-COMPARED_ROWS, FLOAT32_ERROR, LARGER = 16, 3e-5, 2.0
+# elementwise layers are steepest, are compared with float64. Rounding errors grow with the rows and with these slopes.
+COMPARED_ROWS = 16  # at most; fewer show nothing of other rows
+FLOAT32_ERROR = 3e-5  # nats a dimension, to which they must agree
+LARGER = 2.0  # times as large or as steep as these, other rows are taken to be right as well; errors grow with its square
 # The condition numbers up to which likelihoods are promised to be exact, by the dtype of the data. Above 1e8, rounding the data
 # to float32 changes them by nats; above 1e12, float64 does not resolve the products.
 LARGEST_CONDITION = {torch.float32: 1e8, torch.float64: 1e12}
@@ -56,7 +57,7 @@ class Compared(NamedTuple):
 
 def forward_accurately(
     who: str,
-    bijection: nn.Module,
+    bijection: Bijection,
     x: Tensor,
     context: Tensor | None,
     last: Compared | None,
@@ -73,7 +74,7 @@ def forward_accurately(
     """
     if is_transformed() or not x.numel():
         return *bijection(x, context=context), last
-    rounding = Rounding(all(getattr(each, "notes_rounding", True) for each in all_modules(bijection)))
+    rounding = Rounding(all(each.notes_rounding for each in all_modules(bijection) if isinstance(each, Bijection)))
     with step_context(rounding=rounding):
         z, log_det = bijection(x, context=context)
     square = float(torch.linalg.vector_norm(z.detach().flatten(1), dim=1).max()) ** 2 / z[0].numel()
@@ -83,7 +84,7 @@ def forward_accurately(
     weights = (*(condition for _, condition in rounding.conditions), *_norms_of_tensors(bijection, x))
     known = last if last is not None and last.weights == weights else None
     before, effect = known, "change log-likelihoods by more than 1e-3 nats a dimension"
-    has_warned = known is None and _has_warned_above(who, rounding.conditions, x.dtype, effect)
+    has_warned = known is None and _warn_of_condition(who, rounding.conditions, x.dtype, effect)
     sizes = rounding.sizes(x, z)
     largest = sizes.amax(1)
     try:
@@ -111,22 +112,22 @@ def forward_accurately(
     return z, log_det, known
 
 
-def inverse_accurately(who: str, bijection: Any, z: Tensor, context: Tensor | None) -> Tensor:
+def inverse_accurately(who: str, bijection: Bijection, z: Tensor, context: Tensor | None) -> Tensor:
     """Returns x by the exact inverse of a bijection, computed in float64 if the product of the condition numbers asks for it.
 
     A warning that starts with `who` says so if that fails, or if a layer magnifies the rounding of x itself too much.
     """
     if z.dtype != torch.float32 or is_transformed() or not z.numel():
-        return cast(Tensor, bijection.inverse(z, context=context)[0])
+        return bijection.inverse(z, context=context)[0]
     rounding = Rounding()
     with step_context(rounding=rounding):
-        x: Tensor = bijection.inverse(z, context=context)[0]
-    _has_warned_above(who, rounding.conditions, z.dtype, "move f(x) by more than 1")
+        x = bijection.inverse(z, context=context)[0]
+    _warn_of_condition(who, rounding.conditions, z.dtype, "move f(x) by more than 1")
     if rounding.growth() <= FLOAT32_GROWTH:
         return x
     try:
         with torch.autocast(z.device.type, enabled=False):
-            return cast(Tensor, in_float64(bijection).inverse(to_float64(z), context=widened(context))[0]).to(z)
+            return in_float64(bijection).inverse(to_float64(z), context=widened(context))[0].to(z)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError, ValueError) as error:
@@ -134,7 +135,7 @@ def inverse_accurately(who: str, bijection: Any, z: Tensor, context: Tensor | No
         return x
 
 
-def _forward_in_float64(bijection: nn.Module, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+def _forward_in_float64(bijection: Bijection, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
     with torch.autocast(x.device.type, enabled=False):
         z, log_det = in_float64(bijection)(to_float64(x), context=widened(context))
     return z, log_det
@@ -142,7 +143,7 @@ def _forward_in_float64(bijection: nn.Module, x: Tensor, context: Tensor | None)
 
 @torch.no_grad()
 def _differs(
-    bijection: nn.Module,
+    bijection: Bijection,
     x: Tensor,
     context: Tensor | None,
     z: Tensor,
@@ -159,7 +160,7 @@ def _differs(
 
 
 @torch.no_grad()
-def _warn_of_float64(who: str, bijection: nn.Module, x: Tensor, context: Tensor | None, sizes: Tensor) -> None:
+def _warn_of_float64(who: str, bijection: Bijection, x: Tensor, context: Tensor | None, sizes: Tensor) -> None:
     """Warns if even float64 rounds too much: if changes of x by a few thousand of its roundings move likelihoods as many times.
 
     Condition numbers of the layers alone do not show that: those of a chain multiply only if they stretch the same directions.
@@ -183,7 +184,7 @@ def _warn_of_float64(who: str, bijection: nn.Module, x: Tensor, context: Tensor 
 
 
 def _largest_rows(sizes: Tensor) -> Tensor:
-    """Returns the places of the rows that are compared: those that are largest at some layer."""
+    """Returns the places of the rows to compare: the largest at some layer, or the steepest."""
     relative = (sizes / sizes.mean(1, keepdim=True)).nan_to_num().amax(0)
     return relative.topk(min(COMPARED_ROWS, sizes.shape[1])).indices
 
@@ -223,8 +224,8 @@ def _warn_of_float32(who: str, error: Exception) -> None:
     )
 
 
-def _has_warned_above(who: str, noted: list[tuple[nn.Module, float]], dtype: torch.dtype, effect: str) -> bool:
-    """Returns whether a layer's own condition number is above what is promised, and warns of it and of what rounding may do."""
+def _warn_of_condition(who: str, noted: list[tuple[nn.Module, float]], dtype: torch.dtype, effect: str) -> bool:
+    """Warns if a layer's own condition number is above what is promised, and of what rounding may do; returns whether it did."""
     layer, worst = max(noted, key=lambda each: each[1], default=(None, 0.0))
     largest = LARGEST_CONDITION.get(dtype, math.inf)
     if layer is not None and worst > largest:
