@@ -139,6 +139,12 @@ def test_columns_that_are_not_there(tmp_path, options, message):
         read_examples(tmp_path / "t.csv", **options)
 
 
+def test_of_many_columns_to_choose_from_the_first_are_listed_and_the_others_counted(tmp_path):
+    (tmp_path / "t.csv").write_text(",".join(f"c{index}" for index in range(25)) + "\n" + ",".join(["1"] * 25) + "\n")
+    with pytest.raises(ValueError, match=r"expected drop to name a column, 'c0', .*, 'c19' and 5 more, got 'x'$"):
+        read_examples(tmp_path / "t.csv", drop=["x"])
+
+
 def test_a_damaged_or_endless_gzip_file(tmp_path, monkeypatch):
     whole = gzip.compress(text_of().encode())
     for damaged in (whole[:-20], whole[:40] + b"\x00" * 10 + whole[50:], b"text"):

@@ -1,10 +1,13 @@
-"""What messages call columns."""
+"""What messages call columns, and which columns a user names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from selfnorm.data.headers import is_unnamed
+
 MOST_NAMED = 5  # columns in a message
+MOST_LISTED = 20  # columns in one that says what there is to choose from
 
 
 def listed(names: Sequence[str], most: int = MOST_NAMED) -> str:
@@ -16,3 +19,14 @@ def listed(names: Sequence[str], most: int = MOST_NAMED) -> str:
 def namer(labels: Sequence[str]) -> Callable[[int], str]:
     """Returns what a message calls a column: its label, or its number, from 1, if there are no labels."""
     return lambda index: labels[index] if labels else f"column {index + 1}"
+
+
+def positions_named(names: Sequence[str], width: int, name: str) -> list[int]:
+    """Returns the positions of the columns of that name, or of the column without a name that has this number, from 1.
+
+    names:  of all columns; empty if they have none.
+    """
+    if found := [position for position, known in enumerate(names) if known == name]:
+        return found
+    number = int(name) - 1 if name.isascii() and name.isdecimal() and len(name) < 10 else -1
+    return [number] if 0 <= number < width and (not names or is_unnamed(names[number])) else []

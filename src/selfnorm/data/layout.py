@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from selfnorm.data.delimited import DelimitedFile, TextError
 from selfnorm.data.headers import is_unnamed
-from selfnorm.data.labels import MOST_NAMED, listed
+from selfnorm.data.labels import MOST_LISTED, MOST_NAMED, listed, positions_named
 from selfnorm.data.tables import Table
 from selfnorm.runtime.checks import did_you_mean
 
@@ -322,13 +322,11 @@ def _unnamed_first(layout: TableLayout) -> list[int]:
 
 
 def _positions_of(who: str, layout: TableLayout, option: str, name: str) -> list[int]:
-    """Returns the positions of the columns of that name, or of the column without a name that has this number."""
-    if found := [position for position, known in enumerate(layout.names) if known == name]:
+    """Returns what `positions_named` finds; raises ValueError if that is nothing."""
+    if found := positions_named(layout.names, layout.width, name):
         return found
-    number = int(name) - 1 if name.isascii() and name.isdecimal() and len(name) < 10 else -1
-    if 0 <= number < layout.width and (not layout.names or is_unnamed(layout.names[number])):
-        return [number]
-    known = ", ".join(map(repr, layout.names[:20])) if layout.names else f"a number from 1 to {layout.width} without a header"
+    names = listed([repr(known) for known in layout.names], MOST_LISTED)
+    known = names or f"a number from 1 to {layout.width} without a header"
     raise ValueError(f"{who}: expected {option} to name a column, {known}, got {name!r}{did_you_mean(name, layout.names)}")
 
 

@@ -16,12 +16,10 @@ from selfnorm.data.arrays import is_image_path, open_examples
 from selfnorm.data.delimited import DelimitedFile
 from selfnorm.data.headers import is_unnamed
 from selfnorm.data.images import image_files
-from selfnorm.data.labels import listed
+from selfnorm.data.labels import MOST_LISTED, listed, positions_named
 from selfnorm.data.layout import NARROW, TableLayout
 from selfnorm.data.tables import ArrayTable, Table
 from selfnorm.runtime.escapes import in_utf8
-
-MOST_LISTED = 20  # columns in a message
 
 
 @dataclass(frozen=True)
@@ -141,16 +139,12 @@ def _called(names: Sequence[str], positions: Iterable[int]) -> list[str]:
 
 
 def _position_of_id(path: Path, table: Table, name: str) -> int:
-    if found := [position for position, known in enumerate(table.names) if known == name]:
-        if len(found) > 1:
-            numbers = ", ".join(str(position + 1) for position in found)
-            raise ValueError(
-                f"{path}: expected --id to name one column, got {name!r}, the name of columns {numbers}; rename them"
-            )
+    found = positions_named(table.names, table.width, name)
+    if len(found) > 1:
+        numbers = ", ".join(str(position + 1) for position in found)
+        raise ValueError(f"{path}: expected --id to name one column, got {name!r}, the name of columns {numbers}; rename them")
+    if found:
         return found[0]
-    number = int(name) - 1 if name.isascii() and name.isdecimal() and len(name) < 10 else -1
-    if 0 <= number < table.width and (not table.names or is_unnamed(table.names[number])):
-        return number
     known = _list(_called(table.names, range(table.width))) if table.names else f"a number from 1 to {table.width}"
     raise ValueError(f"{path}: expected --id to name a column, {known}, got {name!r}")
 
