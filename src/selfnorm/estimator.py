@@ -191,7 +191,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         names = getattr(self, "feature_names_in_", [f"x{index}" for index in range(table.shape[1])])
         labels = [repr(str(name)) for name in names]
         expect_distinguishable("SelfNormDensity", table, labels)
-        prepared = prepare(table, split, set_outliers_aside=self.set_outliers_aside, constants_of=())
+        prepared = prepare(table, split, set_outliers_aside=self.set_outliers_aside, kept=())
         self.set_aside_ = np.array([each.row for each in prepared.outliers], np.int64)
         self.constant_columns_ = np.array(list(prepared.constant), np.int64)
         self.constant_values_ = np.array(list(prepared.constant.values()), given.dtype)

@@ -56,7 +56,7 @@ def load_own_examples(
         examples.numpy(),
         _split,
         set_outliers_aside=set_outliers_aside and not options.keeps_everything,
-        constants_of=None if table is None or options.keeps_everything else kept_columns(who, table, options.keep),
+        kept=None if table is None or options.keeps_everything else kept_columns(who, table, options.keep),
     )
     del values, examples
     labels = _entry_labels(prepared.rows.shape[1:])

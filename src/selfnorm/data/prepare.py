@@ -27,7 +27,7 @@ class Prepared:
     parts:      the places of each part in them; the training rows come first.
     outliers:   the rows that were set aside.
     constant:   the columns with one value in all training rows, with that value.
-    differing:  how many of the other rows have another value in one of these columns.
+    differing:  how many held-out rows have another value in one of these columns.
     """
 
     rows: NDArray[Any]
@@ -51,21 +51,21 @@ def prepare(
     split: Callable[[int], Sequence[NDArray[np.int64]]],
     *,
     set_outliers_aside: bool = True,
-    constants_of: Container[int] | None = None,
+    kept: Container[int] | None = None,
 ) -> Prepared:
     """Sets gross outliers aside, splits the other rows, and leaves out the columns that are constant in the training rows.
 
-    values:        (N, D), or (N, …), of which no entry is left out.
-    split:         from a number of rows to the places of the training rows, and of each other part.
-    constants_of:  the columns to leave in although they may be constant, so that the caller can refuse them; None for all.
+    values:  (N, D), or (N, …), of which no entry is left out.
+    split:   from a number of rows to the places of the training rows, and of each other part.
+    kept:    columns to leave in even if they are constant, so that the caller can refuse them; None leaves all in.
     """
     flat = values.reshape(len(values), -1)
     outliers = gross_outliers(flat) if set_outliers_aside else []
     rows = np.delete(values, [each.row for each in outliers], 0) if outliers else values
     train, *others = split(len(rows))
-    if constants_of is None or values.ndim != 2:
+    if kept is None or values.ndim != 2:
         return Prepared(rows, (train, *others), outliers, {}, 0)
-    constant = {index: value for index, value in constant_columns(rows[train]).items() if index not in constants_of}
+    constant = {index: value for index, value in constant_columns(rows[train]).items() if index not in kept}
     which = list(constant)
     differing = int((rows[np.concatenate(others)][:, which] != rows[train[0], which]).any(1).sum()) if constant else 0
     rows = np.delete(rows, which, 1) if constant else rows
