@@ -20,7 +20,7 @@ class StoppedError(BaseException):
     """
 
     def __new__(cls, number: int) -> StoppedError:
-        kinds: dict[int, type[StoppedError]] = {signal.SIGINT: _InterruptedError, signal.SIGTERM: _TerminatedError}
+        kinds: dict[int, type[StoppedError]] = {signal.SIGINT: _StoppedBySigintError, signal.SIGTERM: _StoppedBySigtermError}
         return super().__new__(kinds.get(number, cls))
 
     def __init__(self, number: int) -> None:
@@ -31,11 +31,11 @@ class StoppedError(BaseException):
         return StoppedError, (self.number,)
 
 
-class _InterruptedError(StoppedError, KeyboardInterrupt):
+class _StoppedBySigintError(StoppedError, KeyboardInterrupt):
     pass
 
 
-class _TerminatedError(StoppedError, SystemExit):
+class _StoppedBySigtermError(StoppedError, SystemExit):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.code = 128 + number
