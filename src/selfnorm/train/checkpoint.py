@@ -62,7 +62,7 @@ class Checkpoint:
         return {name.removeprefix(prefix): value for name, value in self.tensors.items() if name.startswith(prefix)}
 
     def is_resumable(self) -> bool:
-        """Returns whether it holds the optimiser's state; `selfnorm doctor --repair` writes weights alone."""
+        """Returns whether training can continue from it: it is the start, or holds the optimiser's moments."""
         return self.progress.get("step") == 0 or bool(self.part("adam."))
 
     def flow(self) -> Flow:
@@ -253,21 +253,21 @@ def read_best(folder: RunFolder) -> Checkpoint:
     try:
         return read_checkpoint(folder.best)
     except ValueError as error:
-        if _damage(folder.last):
+        if not _is_whole(folder.last):
             raise
         raise ValueError(
             f"{error}; {folder.last}, from the end of training, is whole: name it in place of the folder to use its weights"
         ) from None
 
 
-def _damage(path: Path) -> str:
-    """Returns what is wrong with a checkpoint, empty if nothing is."""
+def _is_whole(path: Path) -> bool:
+    """Returns whether a checkpoint can be read."""
     try:
         with warnings.catch_warnings(action="ignore", category=UnverifiedCheckpointWarning):
             read_checkpoint(path)
-    except ValueError as error:
-        return str(error)
-    return ""
+    except ValueError:
+        return False
+    return True
 
 
 def checkpoint_path(path: Path) -> Path:
