@@ -154,7 +154,7 @@ def test_an_outlier_makes_no_columns_dependent():
     x[7, :2] = 1e6, 3e10
     assert dependent_columns(x) == []
     (found,) = dependent_columns(np.column_stack([x, x[:, 0] - x[:, 2]]))
-    assert str(found) == "column 4 is column 1 - column 3"
+    assert found.described(()) == "column 4 is column 1 - column 3"
 
 
 def test_a_difference_too_small_to_learn_is_not_called_none():
@@ -168,7 +168,7 @@ def test_what_is_told_explains_the_column_on_all_rows():
     kinds = GENERATOR(0).choice(4, 50_000, p=[0.5, 0.3, 0.19999, 0.00001])
     assert (kinds == 3).sum() == 1
     (found,) = dependent_columns(np.column_stack([normal(50_000), np.eye(4)[kinds]]))
-    assert str(found) == "columns 2, 3, 4, 5 always sum to 1"
+    assert found.described(()) == "columns 2, 3, 4, 5 always sum to 1"
     x = normal(50_000, 5)
     x[:, 4] = x[:, :3].sum(1)
     x[17, 4] += 1

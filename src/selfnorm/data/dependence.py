@@ -38,9 +38,6 @@ class Dependence:
     constant: float
     nearly: bool = False
 
-    def __str__(self) -> str:
-        return self.described(())
-
     def described(self, labels: Sequence[str]) -> str:
         """Returns the dependence as words, such as "column 'b' is 2·'a' + 1".
 
@@ -64,9 +61,10 @@ class Dependence:
 def dependent_columns(x: NDArray[np.floating]) -> list[Dependence]:
     """Returns the columns of x, (N, D), that are linear functions of columns before them, up to rounding.
 
-    Each column is projected on those before it, in a sample of at most 2·D or 2,000 rows, and what is found is confirmed on all
-    rows. Cost: O(D³ + N·D). With fewer rows than columns, or with more than 2,000 columns, only columns that equal one other are
-    found. What is left of a column must be below a millionth of its spread, or what the last digits of the numbers explain.
+    Each column is projected on those before it in a sample of 2,000 rows, or 2·D if that is more, and the rows with each column's
+    extremes; what is found is confirmed on all rows. Cost: O(D³ + N·D). With fewer rows than columns, or with more than 2,000
+    columns, only copies are found: columns that are a·(another column) + b. What is left of a column must be below a millionth
+    of its spread, or what the last digits of the numbers explain.
     """
     if len(x) < FEWEST_ROWS or not x.shape[1]:
         return []
