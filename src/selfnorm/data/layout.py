@@ -88,7 +88,8 @@ class TableLayout:
         """Returns what a message calls columns at some positions, with the number of those that it does not list."""
         if self.names and len(positions) == 1:
             return self._label(positions[0])
-        return _plural(positions) + listed([self._name(position) if self.names else str(position + 1) for position in positions])
+        names = [self._name(position) if self.names else str(position + 1) for position in positions]
+        return _column_or_columns(positions) + listed(names)
 
     def without(self, constant: Mapping[int, float]) -> TableLayout:
         """Returns the layout in which columns of the data, counted among those that are used, are left out as constant."""
@@ -330,5 +331,5 @@ def _positions_of(who: str, layout: TableLayout, option: str, name: str) -> list
     raise ValueError(f"{who}: expected {option} to name a column, {known}, got {name!r}{did_you_mean(name, layout.names)}")
 
 
-def _plural(positions: Sequence[int]) -> str:
+def _column_or_columns(positions: Sequence[int]) -> str:
     return "column " if len(positions) == 1 else "columns "
