@@ -261,7 +261,10 @@ def _records(lines: Sequence[str], separator: str) -> list[list[str]]:
 
 
 def _without_ends(rows: list[list[str]]) -> list[list[str]]:
-    """Returns rows without the empty cell after a separator at the end of all lines, or of all but the first, or of it alone."""
+    """Returns rows without the empty cell after a separator at the end of some lines.
+
+    Those are all lines, all lines but the first, or the first line alone.
+    """
     first, *below = rows
     longer = {len(row) - len(first) for row in below}
     all_end = bool(below) and all(len(row) > 1 and not row[-1].strip() for row in below)
