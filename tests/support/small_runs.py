@@ -54,6 +54,14 @@ def without_worker(work, report, stop):
     return Outcome("finished")
 
 
+def folder_with(recipe, path):
+    """Returns the folder of a run that has written nothing but its recipe."""
+    path.mkdir(parents=True, exist_ok=True)
+    folder = RunFolder(path)
+    folder.write_recipe(recipe)
+    return folder
+
+
 def started(*settings, **options):
     """Returns the trainer of a small recipe, initialised but not yet trained."""
     trainer = Trainer(digits(*SMALL, *settings), load_dataset("digits"), **options)

@@ -18,20 +18,17 @@ from selfnorm.data import load_dataset
 from selfnorm.train import checkpoint as checkpoints
 from selfnorm.train.checkpoint import FORMAT, load, read_checkpoint, save_checkpoint
 from selfnorm.train.experiments import find_recipe
-from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
 from selfnorm.train.recipe import FLAT_KEYS
 from support.checkpoint_files import write_checkpoint
-from support.small_runs import same, started
+from support.small_runs import folder_with, same, started
 
 DIGITS = find_recipe("digits-fc-snf").changed(epochs=2, validate_every=1)
 GLOW = find_recipe("mnist-glow-snf").changed(name="digits-glow", data="digits", blocks=1, steps=1, hidden=4, epochs=1)
 
 
 def train(recipe, path):
-    folder = RunFolder(path)
-    folder.create(recipe)
-    trainer = Trainer(recipe, load_dataset(recipe.data.source), folder=folder)
+    trainer = Trainer(recipe, load_dataset(recipe.data.source), folder=folder_with(recipe, path))
     trainer.start()
     return trainer, trainer.run()
 

@@ -13,7 +13,7 @@ from selfnorm.train.folder import RunFolder
 from selfnorm.train.loop import Trainer
 from selfnorm.train.run import resume_run, start_run
 from selfnorm.train.stopping import DivergedError
-from support.small_runs import SMALL, digits, started
+from support.small_runs import SMALL, digits, folder_with, started
 
 pytestmark = pytest.mark.filterwarnings("ignore::selfnorm.objective.UnstableObjectiveWarning")
 PAPER = "inverse_likelihood=true"  # unlike the one-sided objective, it diverges on digits if λ is small
@@ -207,9 +207,8 @@ def test_overfitting_is_no_divergence_where_there_is_patience(tmp_path):
 
 def test_after_a_resume_the_last_good_checkpoint_is_one_that_was_validated(tmp_path):
     recipe = digits(PAPER, "weight=0.01", "epochs=200", "learning_rate=0.003", "validate_every=10")
-    trainer = Trainer(recipe, load_dataset("digits"), folder=RunFolder(tmp_path))
+    trainer = Trainer(recipe, load_dataset("digits"), folder=folder_with(recipe, tmp_path))
     trainer.start()
-    trainer.folder.create(recipe)
     trainer.total = 19 * 12  # as if it had been stopped there, in the middle of an interval
     trainer.run()
     with pytest.raises(DivergedError):
@@ -219,9 +218,9 @@ def test_after_a_resume_the_last_good_checkpoint_is_one_that_was_validated(tmp_p
 
 
 def test_a_weight_that_turns_singular_under_its_tracker_ends_the_run_by_name(tmp_path):
-    trainer = Trainer(digits(*SMALL, "kind=tracked"), load_dataset("digits"), folder=RunFolder(tmp_path / "run"))
+    recipe = digits(*SMALL, "kind=tracked")
+    trainer = Trainer(recipe, load_dataset("digits"), folder=folder_with(recipe, tmp_path / "run"))
     trainer.start()
-    trainer.folder.create(trainer.recipe)
     follow, calls = trainer.loss.after_step, []
 
     def after_step(metrics, *, generator):

@@ -21,7 +21,7 @@ from selfnorm.train.run import resume_run, start_run
 from selfnorm.train.settings import override
 from selfnorm.train.step import learning_rate_at
 from selfnorm.train.stopping import StoppedError
-from support.small_runs import SMALL, assert_same_runs, digits, same, started, trained
+from support.small_runs import SMALL, assert_same_runs, digits, folder_with, same, started, trained
 
 CPU = torch.device("cpu")
 
@@ -147,7 +147,7 @@ def test_a_run_killed_three_times_ends_with_the_same_bits(tmp_path):
 def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path):
     recipe = digits(*SMALL)
     start_run(recipe, tmp_path / "whole")
-    RunFolder(tmp_path / "young").create(recipe)
+    folder_with(recipe, tmp_path / "young")
     resume_run(tmp_path / "young")
     assert_same_runs(tmp_path / "whole", tmp_path / "young")
 
@@ -155,9 +155,8 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path):
 def test_a_run_killed_between_its_first_two_checkpoints_starts_again(tmp_path):
     recipe = digits(*SMALL)
     start_run(recipe, tmp_path / "whole")
-    trainer = Trainer(recipe, load_dataset("digits"), folder=RunFolder(tmp_path / "young"))
+    trainer = Trainer(recipe, load_dataset("digits"), folder=folder_with(recipe, tmp_path / "young"))
     trainer.start()
-    trainer.folder.create(recipe)
     save_checkpoint(trainer.folder.best, trainer.best())
     resume_run(tmp_path / "young")
     assert_same_runs(tmp_path / "whole", tmp_path / "young")
@@ -257,8 +256,7 @@ def test_a_run_on_the_device_resumes_to_the_same_bits(tmp_path, monkeypatch):
     device = torch.accelerator.current_accelerator()
     recipe = digits(*SMALL, "precision=float32")
     start_run(recipe, tmp_path / "whole", device=device)
-    trainer = Trainer(recipe, load_dataset("digits"), device=device, folder=RunFolder(tmp_path / "stopped"))
-    trainer.folder.create(recipe)
+    trainer = Trainer(recipe, load_dataset("digits"), device=device, folder=folder_with(recipe, tmp_path / "stopped"))
     trainer.start()
     for index in range(5):
         metrics = trainer._step(0, index, trainer._learning_rate(index))

@@ -286,8 +286,8 @@ def test_many_names_of_columns_are_written_and_read():
 
 def test_what_could_not_be_read_is_not_written(tmp_path):
     for recipe in (Recipe("mine").changed(drop=("x" * 5_000_000,)), Recipe("mine").changed(drop=("\r\n\ud800",))):
-        with pytest.raises(ValueError, match=r"run/recipe.toml: expected"):
-            RunFolder(tmp_path / "run").create(recipe)
+        with pytest.raises(ValueError, match=r"recipe.toml: expected"):
+            RunFolder(tmp_path).write_recipe(recipe)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -15,7 +15,7 @@ from selfnorm.train.run import Result, start_run, start_runs
 from selfnorm.train.stopping import DivergedError, StoppedError
 from selfnorm.train.together import run_together
 from support.commandline import SHORT, fails, ok
-from support.small_runs import SMALL, assert_same_runs, digits, same, started
+from support.small_runs import SMALL, assert_same_runs, digits, folder_with, same, started
 
 
 def silent(record):
@@ -170,10 +170,9 @@ def test_all_folders_must_be_unused_before_any_is_created(tmp_path):
 def test_an_error_in_one_run_saves_the_others(tmp_path):
     trainers = []
     for seed in range(2):
-        folder = RunFolder(tmp_path / str(seed))
-        trainers.append(Trainer(digits(*SMALL, f"seed={seed}"), load_dataset("digits"), folder=folder))
+        recipe = digits(*SMALL, f"seed={seed}")
+        trainers.append(Trainer(recipe, load_dataset("digits"), folder=folder_with(recipe, tmp_path / str(seed))))
         trainers[-1].start()
-        folder.create(trainers[-1].recipe)
 
     def breaking(record):
         if record["kind"] == "epoch" and record["epoch"] == 2:

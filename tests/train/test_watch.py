@@ -13,7 +13,7 @@ from selfnorm.train.loop import Trainer
 from selfnorm.train.run import resume_run, start_run
 from selfnorm.train.stopping import StoppedError
 from selfnorm.train.watch import InverseState
-from support.small_runs import SMALL, digits, started, trained
+from support.small_runs import SMALL, digits, folder_with, started, trained
 
 PAPER = "inverse_likelihood=true"
 
@@ -64,8 +64,7 @@ def test_a_run_warns_once_also_after_it_was_resumed(tmp_path, monkeypatch):
     assert warning["epoch"] == 2
     assert "is predicted to lose its learned inverse" in warning["message"] and "inverse_likelihood=false" in warning["message"]
 
-    trainer = Trainer(recipe, load_dataset("digits"), folder=RunFolder(tmp_path / "stopped"))
-    trainer.folder.create(recipe)
+    trainer = Trainer(recipe, load_dataset("digits"), folder=folder_with(recipe, tmp_path / "stopped"))
     trainer.start()
     end_epoch = trainer._end_epoch
 

@@ -33,11 +33,9 @@ class RunFolder:
         self.lock = path / LOCK_NAME
         self._log: TextIO | None = None  # kept open: reopening it would take a large part of a small model's epoch
 
-    def create(self, recipe: Recipe) -> None:
-        """Creates the folder, if it is missing, and writes the recipe; raises ValueError for one that could not be read."""
-        text = checked_toml(recipe, str(self.recipe))
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_text(self.recipe, text)
+    def write_recipe(self, recipe: Recipe) -> None:
+        """Writes the recipe of the run; raises ValueError for one that could not be read."""
+        write_text(self.recipe, checked_toml(recipe, str(self.recipe)))
 
     def locked(self) -> AbstractContextManager[None]:
         """Returns a context manager that locks the run against other processes, see `locking`."""

@@ -58,7 +58,7 @@ def start_run(
     dataset = dataset_of(recipe, on_progress, is_new=True)
     memory = PeakMemory(device)
     trainer = Trainer(recipe, dataset, device=device, folder=RunFolder(path), report=report, save_every=save_every)
-    with _new_run(trainer):
+    with _started(trainer):
         if on_profile:
             on_profile(trainer.profile())
         _train_alone(trainer)
@@ -88,12 +88,12 @@ def start_runs(
         expect_unused(RunFolder(path), recipe)  # check all of them before creating any
     with ExitStack() as locks:
         for trainer in trainers:
-            locks.enter_context(_new_run(trainer))
+            locks.enter_context(_started(trainer))
         return _train_together(trainers)
 
 
 @contextmanager
-def _new_run(trainer: Trainer) -> Iterator[None]:
+def _started(trainer: Trainer) -> Iterator[None]:
     """Initialises a new trainer, and holds the lock of its new folder within the block."""
     assert trainer.folder is not None
     trainer.start()

@@ -28,7 +28,7 @@ def new_run(folder: RunFolder, recipe: Recipe) -> Iterator[None]:
     with folder.locked():
         expect_unused(folder, recipe)
         folder.remove_partial_files()
-        folder.create(recipe)
+        folder.write_recipe(recipe)
         yield
 
 
