@@ -5,7 +5,11 @@ import os
 import matplotlib
 import pytest
 import torch
+from matplotlib.cbook import is_math_text
+from matplotlib.text import Text
 
+from selfnorm.report import figures
+from selfnorm.report.canvas import new_figure
 from selfnorm.report.figures import comparison_curves, run_curves, sample_scatter, sample_sheet
 from selfnorm.report.timings import Bar, bars, growth
 
@@ -34,6 +38,13 @@ def test_a_folder_cannot_make_matplotlib_start_latex(tmp_path, monkeypatch, name
 
 
 @pytest.mark.parametrize("name", ["$\\bad{$", "$x$", "price ($)", "$$"])
-def test_names_are_no_formulas(tmp_path, name):
+def test_names_are_no_formulas(tmp_path, monkeypatch, name):
+    drawn = []
+    monkeypatch.setattr(figures, "new_figure", lambda *size: drawn.append(new_figure(*size)) or drawn[-1])
     sample_scatter(tmp_path / "x.png", torch.randn(9, 3), {"samples": torch.randn(9, 3)}, [name, "b", "c"])
-    comparison_curves(tmp_path / "y.png", name, {name: [[(1.0, 2.0), (2.0, 1.0)]]})
+    sample_scatter(tmp_path / "y.png", torch.randn(9, 2), {"samples": torch.randn(9, 2)}, [name, name])
+    comparison_curves(tmp_path / "z.png", name, {name: [[(1.0, 2.0), (2.0, 1.0)]]})
+    escaped = name.replace("$", r"\$")
+    shown = [[text.get_text() for text in figure.findobj(Text) if "$" in text.get_text()] for figure in drawn]
+    assert [set(texts) for texts in shown] == [{escaped}] * 3 and [len(texts) for texts in shown] == [1, 3, 2]
+    assert not any(is_math_text(text) for texts in shown for text in texts)
