@@ -70,6 +70,7 @@ def test_wrong_arguments(args, said, tmp_path, monkeypatch):
 def test_wrong_usage(args):
     result = invoke(*args)
     assert result.exit_code == 2 and result.stdout == "" and "Traceback" not in result.stderr
+    assert "Usage: selfnorm" in result.stderr
 
 
 def test_a_folder_that_has_a_run_is_left_alone(digits_run):
