@@ -50,6 +50,13 @@ def test_a_terminal_shows_what_files_and_pipes_get_as_it_is(terminal, tmp_path):
     assert got() == r"\x93NUMPY\x00"
 
 
+def test_a_terminal_shows_a_character_that_is_incomplete_at_the_end(terminal):
+    name, got = terminal
+    with written_output(Path(name)) as file:
+        file.write(b"ab\xe2\x80")
+    assert got() == r"ab\xe2\x80"
+
+
 def test_a_pipe_gets_every_byte(tmp_path):
     reader, writer = os.pipe()
     with written_output(Path(f"/dev/fd/{writer}")) as file:

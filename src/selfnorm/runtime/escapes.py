@@ -45,5 +45,12 @@ class TerminalText(io.BufferedIOBase):
 
     def write(self, data: ReadableBuffer) -> int:
         content = bytes(memoryview(data))
-        self._terminal.write(escaped(self._decoder.decode(content)).encode())
+        self._show(content)
         return len(content)
+
+    def finish(self) -> None:
+        """Writes out the bytes of a character that is incomplete at the end."""
+        self._show(b"", final=True)
+
+    def _show(self, content: bytes, final: bool = False) -> None:
+        self._terminal.write(escaped(self._decoder.decode(content, final)).encode())

@@ -95,7 +95,12 @@ def written_output(path: Path, *, is_new: bool = False) -> Iterator[BinaryIO]:
             yield file
         return
     with naming_full_disk(path), open(_stream_descriptor(path), "wb") as stream:
-        yield cast(BinaryIO, TerminalText(stream)) if stream.isatty() else stream
+        if not stream.isatty():
+            yield stream
+            return
+        shown = TerminalText(stream)
+        yield cast(BinaryIO, shown)
+        shown.finish()
 
 
 def is_stream(path: Path) -> bool:
