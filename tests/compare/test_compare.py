@@ -180,7 +180,7 @@ def test_dependent_columns_are_refused_before_training_but_not_in_runs_that_exis
     assert "t.csv: expected linearly independent columns" in fails(*call)
     assert not folder.exists()
     with monkeypatch.context() as earlier:  # as a version that did not look for them
-        earlier.setattr("selfnorm.data.expect_independent", lambda *args: None)
+        earlier.setattr("selfnorm.data.own.expect_independent", lambda *args: None)
         ok(*call, "-q")
     ok(*call, "-q")
     shutil.rmtree(folder / "moons-fc-exact")
