@@ -193,6 +193,15 @@ def test_an_index_before_names_that_are_numbers_is_skipped(tmp_path):
     assert found.values.tolist() == [[0.5] * 2, [1.5] * 2]
 
 
+@pytest.mark.parametrize("layout", [TableLayout(("a", "b"), 2), TableLayout((), 2)])
+def test_an_index_is_not_read_in_the_place_of_a_missing_column(tmp_path, layout):
+    path = write(tmp_path / "t.csv", ",0", range(2), [0.5, 1.5])
+    with pytest.raises(ValueError, match=r"t\.csv: expected 2 columns of data, .*, got column 1, '0'; column 1 has no name"):
+        matched(path, layout)
+    kept = TableLayout(("", "b"), 2)  # the training data had such a column
+    assert matched(path, kept).values.tolist() == [[0, 0.5], [1, 1.5]]
+
+
 def test_missing_and_repeated_columns_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"training data, column 1, 'a', got column 1, 'b', without 'a'"):
         matched(write(tmp_path / "t.csv", ",b", [1], [7.5]), TableLayout(("", "a"), 2))

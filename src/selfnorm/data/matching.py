@@ -70,7 +70,8 @@ def _matched(path: Path, table: Table, layout: TableLayout, ids: Sequence[str]) 
     only_digits = bool(named) and all(map(str.isdigit, named))  # as pandas gives them
     by_name = bool(table.names and layout.names) and not (only_digits and not any(map(str.isdigit, layout.names)))
     places = _places_by_name(path, table, layout) if by_name else _places_by_position(table, layout)
-    if not places:  # too many columns or too few, as the caller will say
+    if not places:
+        _expect_other_width(path, table, layout)
         return MatchedRows(table.numbers(range(table.width)))
     used = [places[position] for position in layout.used if position in places]
     constant = [(position, value) for position, value in layout.constant if position in places]
@@ -115,18 +116,28 @@ def _places_by_name(path: Path, table: Table, layout: TableLayout) -> dict[int, 
 def _places_by_position(table: Table, layout: TableLayout) -> dict[int, int]:
     """Returns the same for a file without names: it has all columns, or those of samples, or only the data.
 
-    Any of them may follow first columns without a name, such as an index, which are never read as columns with a name. Empty if
-    the file has another number of columns.
+    Any of them may follow first columns without a name, such as an index. Such a column is only read as one of the training data
+    if that had no name either, while others had. Empty if the columns do not fit.
     """
     choices = (tuple(range(layout.width)), layout.written, layout.used)
     unnamed = len(list(takewhile(is_unnamed, table.names)))
     tried = ((positions, start) for start in dict.fromkeys((0, unnamed)) for positions in choices)
     wanted = set(layout.written)
-    named = {position for position in wanted if layout.names and not is_unnamed(layout.names[position])}
+    named = {position for position in wanted if not (layout.names and is_unnamed(layout.names[position]))}
     for positions, start in tried:
         if len(positions) + start == table.width and named.isdisjoint(positions[: max(0, unnamed - start)]):
             return {position: place for place, position in enumerate(positions, start) if position in wanted}
     return {}
+
+
+def _expect_other_width(path: Path, table: Table, layout: TableLayout) -> None:
+    """Raises ValueError if a file whose columns do not fit has as many as the data; the caller refuses other numbers."""
+    if table.width == len(layout.used):
+        unnamed = _list([f"column {place + 1}" for place, name in enumerate(table.names) if is_unnamed(name)])
+        raise ValueError(
+            f"{path}: expected {table.width} columns of data, {_list(_called(layout.names, layout.used))}, got "
+            f"{_list(_called(table.names, range(table.width)))}; {unnamed} has no name, as an index: name it if it is data"
+        )
 
 
 def _list(names: Sequence[str]) -> str:
@@ -135,7 +146,7 @@ def _list(names: Sequence[str]) -> str:
 
 def _called(names: Sequence[str], positions: Iterable[int]) -> list[str]:
     """Returns what a list in a message calls columns: their names, or their numbers where they have none."""
-    return [repr(names[position]) if names[position] else f"column {position + 1}" for position in positions]
+    return [repr(names[position]) if names and names[position] else f"column {position + 1}" for position in positions]
 
 
 def _position_of_id(path: Path, table: Table, name: str) -> int:
