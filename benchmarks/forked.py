@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from selfnorm.runtime.signals import end_at_once
+from selfnorm.train.folder import RunFolder
 
 LONGEST = 90.0  # seconds that a call may take
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -208,7 +209,16 @@ def strike(call: Call, fault: Fault, target: Path) -> Callable[[], None]:
         return undo
     elif target.is_dir() and fault.kind == "deleted":
         shutil.rmtree(target, ignore_errors=True)
+        return lambda: _remove_rests(target)
     return lambda: None
+
+
+def _remove_rests(target: Path) -> None:
+    """Removes what is left of deleted runs, as the user is told to: deleting a folder fails if a run writes at that moment."""
+    for place in {target, *(path.parent for path in target.rglob("*.*"))}:
+        run = RunFolder(place)
+        if not run.recipe.exists() and any(path.exists() for path in run.own_files() if path != run.lock):
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def random_fault(kind: str, chance: random.Random, seconds: float, events: int, largest: int) -> Fault:

@@ -208,3 +208,21 @@ def test_a_comparison_takes_over_what_a_kill_left(tmp_path):
     (run / ".recipe.0123.part.toml").write_text("half a fi")
     ok("compare", "digits-fc-snf", *SHORT, "--run", tmp_path / "both", "-q")
     assert not list(run.glob(".*part*"))
+
+
+@pytest.mark.parametrize("epoch", [1, 3])
+def test_a_run_whose_files_are_deleted_meanwhile_stops(tmp_path, epoch):
+    """Deleting a folder fails, and leaves what is written at that moment, if a run goes on in it."""
+    folder = RunFolder(tmp_path / "run")
+
+    def report(event):
+        if event["kind"] == "epoch" and event["epoch"] == epoch:
+            for path in (*folder.own_files(), folder.path / ".lock"):
+                path.unlink(missing_ok=True)
+
+    recipe = RECIPE.changed(epochs=3, layers=1)
+    with pytest.raises(
+        ValueError, match=r"run: expected the files of the run to stay while it is trained, got .* without recipe"
+    ):
+        start_run(recipe, folder.path, report=report, save_every=0.0)
+    assert not folder.recipe.exists() and not folder.result.exists()

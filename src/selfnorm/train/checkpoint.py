@@ -228,6 +228,7 @@ class KeptCheckpoints:
     def write(self, last: Checkpoint) -> None:
         """Writes the best checkpoint, if it is new, and then the last: `last` must never refer to a best that is not on disk."""
         if self._folder:
+            self._folder.expect_in_place()
             if self._best is not None and self._best is not self._best_on_disk:
                 save_checkpoint(self._folder.best, self._best)
                 self._best_on_disk = self._best

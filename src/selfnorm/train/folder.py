@@ -31,6 +31,7 @@ class RunFolder:
         self.curves = path / "curves.png"
         self.result = path / "result.json"
         self.lock = path / LOCK_NAME
+        self._had_recipe = False
         self._log: TextIO | None = None  # kept open: reopening it would take a large part of a small model's epoch
 
     def write_recipe(self, recipe: Recipe) -> None:
@@ -41,6 +42,19 @@ class RunFolder:
         """Returns a context manager that locks the run against other processes, see `locking`."""
         self.expect_regular_files()
         return locking(self.path, f"{self.path}: expected an idle run, got one that is being trained")
+
+    def expect_in_place(self) -> None:
+        """Raises ValueError if the recipe is gone that was there before: someone moves or deletes the run while it is trained.
+
+        Deleting a folder fails if a file is written at that moment; without this check, a run would go on in what is left.
+        """
+        is_there = self.recipe.exists()
+        if self._had_recipe and not is_there:
+            raise ValueError(
+                f"{self.path}: expected the files of the run to stay while it is trained, got a folder without "
+                f"{self.recipe.name}; remove what is left of it, and start the run again"
+            )
+        self._had_recipe = is_there
 
     def own_files(self) -> list[Path]:
         """Returns the paths of all files of the run, whether they exist or not."""

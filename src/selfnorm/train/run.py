@@ -292,6 +292,7 @@ def _finish_run(trainer: Trainer, memory: PeakMemory | None) -> Result:
         )
         if (earlier := Result.stored(folder.result)) and earlier.seconds == result.seconds:  # had already ended
             result = replace(result, peak_memory=earlier.peak_memory, provenance=earlier.provenance)
+        folder.expect_in_place()
         write_text(folder.result, json_text(asdict(result), indent=2) + "\n")
         # Last, so that an error in a figure cannot cost the result.
         _draw_curves(trainer, flow)
