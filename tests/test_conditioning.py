@@ -16,6 +16,7 @@ from selfnorm import (
     Bijection,
     Chain,
     Conv1x1,
+    EmergingConv2d,
     ExactConv2d,
     ExactLinear,
     Flatten,
@@ -30,6 +31,7 @@ from selfnorm import (
     accurate,
 )
 from selfnorm.layers.emerging import AutoregressiveConv2d
+from selfnorm.linalg.condition import KnownCondition
 from selfnorm.linalg.wide import in_float64
 from selfnorm.models import fc_flow, glow
 from selfnorm.runtime.context import step_context
@@ -626,3 +628,20 @@ def test_transforms_stay_in_float32(evaluations):
     leaf = x.clone().requires_grad_()
     flow.log_prob(leaf).sum().backward()
     assert_close(gradient, leaf.grad, rtol=1e-3, atol=1e-3 * leaf.grad.abs().max().item())
+
+
+def test_a_known_condition_is_not_taken_for_that_of_a_weight_on_another_device():
+    known, weight = KnownCondition(), torch.eye(3)
+    assert known.of(weight, (3,), lambda _: torch.tensor(2.0)) == 2.0
+    assert known.of(weight, (3,), lambda _: torch.tensor(3.0)) == 2.0
+    assert known.of(weight.to("meta"), (3,), lambda _: torch.tensor(4.0)) == 4.0
+    assert known.of(weight.float(), (3,), lambda _: torch.tensor(5.0)) == 5.0
+
+
+@pytest.mark.parametrize("kind", [LULinear, EmergingConv2d])
+def test_a_flow_may_move_to_another_device_between_two_calls(kind, device):
+    layer, x = (kind(4), torch.randn(5, 4)) if kind is LULinear else (kind(2), torch.randn(5, 2, 4, 4))
+    flow = Flow(layer)
+    before = flow.log_prob(x)
+    assert_close(flow.to(device).log_prob(x.to(device)).cpu(), before)
+    assert_close(flow.cpu().log_prob(x), before)

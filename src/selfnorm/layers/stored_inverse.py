@@ -11,7 +11,8 @@ from torch import Tensor
 
 from selfnorm.bijection import InversePlan, PlannedInverse
 from selfnorm.layers.linear import LinearMap, drop_stored_inverse
-from selfnorm.linalg.factors import is_copy, to_float64
+from selfnorm.linalg.condition import is_copy
+from selfnorm.linalg.factors import to_float64
 from selfnorm.linalg.iterations import (
     count_refinements,
     default_tolerance,

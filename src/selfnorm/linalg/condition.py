@@ -48,6 +48,11 @@ def estimate_norm(multiply: Callable[[Tensor], Tensor], multiply_adjoint: Callab
     return (multiply(v).norm(dim=-2) / v.norm(dim=-2)).max()
 
 
+def is_copy(copy: Tensor, value: Tensor) -> bool:
+    """Returns whether a copy still has the dtype, device and entries of a tensor. Waits for the device."""
+    return copy.dtype == value.dtype and copy.device == value.device and torch.equal(copy, value)
+
+
 class KnownCondition:
     """Keeps the last condition number of a layer without cached factors, with a copy of the weight that it belongs to."""
 
@@ -59,7 +64,7 @@ class KnownCondition:
     def of(self, weight: Tensor, shape: tuple[int, ...], estimate: Callable[[Tensor], Tensor]) -> float:
         """Returns `estimate(weight)` for examples of a shape: the last one, if neither has changed. Waits for the device."""
         last = self._last
-        if last is not None and last[1] == shape and last[0].dtype == weight.dtype and torch.equal(last[0], weight):
+        if last is not None and last[1] == shape and is_copy(last[0], weight):
             return last[2]
         condition = float(estimate(weight))
         self._last = weight.clone(), shape, condition

@@ -23,11 +23,6 @@ def to_float64(x: Tensor) -> Tensor:
     return x.to("cpu" if x.device.type == "mps" else x.device, torch.float64)
 
 
-def is_copy(copy: Tensor, value: Tensor) -> bool:
-    """Returns whether a copy still has the dtype, device and entries of a tensor. Waits for the device."""
-    return copy.dtype == value.dtype and copy.device == value.device and torch.equal(copy, value)
-
-
 class Factorisation(NamedTuple):
     """What is known of a weight W under a block form; complete when it is made, and never changed.
 
