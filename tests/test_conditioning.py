@@ -507,8 +507,11 @@ def test_above_the_limit_a_warning_names_the_layer_once_for_each_set_of_weights(
     for _ in range(2):
         with torch.no_grad():
             flow.bijection[1].weight.copy_(conditioned(4, 1e10))
-        with pytest.warns(RuntimeWarning, match=r"Flow.log_prob: SelfNormLinear\(4, .*condition number of at most 1e\+08"):
+        with pytest.warns(
+            RuntimeWarning, match=r"Flow.log_prob: SelfNormLinear\(4, .*condition number of at most 1e\+08"
+        ) as told:
             flow.log_prob(x)
+        assert told[0].filename == __file__
         flow.log_prob(x)  # warnings are errors
         flow.encode(x)
 
@@ -516,8 +519,11 @@ def test_above_the_limit_a_warning_names_the_layer_once_for_each_set_of_weights(
 def test_above_the_limit_an_exact_inverse_warns_as_well():
     """Rounding x to float32 then moves f(x) by units, however exactly x was computed."""
     flow, z = with_weights(SelfNormLinear(4), conditioned(4, 1e10)), torch.randn(5, 4, dtype=FLOAT32)
-    with pytest.warns(RuntimeWarning, match=r"Flow.decode: SelfNormLinear\(4, .*at most 1e.*rounding alone may move f\(x\) by"):
+    with pytest.warns(
+        RuntimeWarning, match=r"Flow.decode: SelfNormLinear\(4, .*at most 1e.*rounding alone may move f\(x\) by"
+    ) as told:
         flow.decode(z, "exact")
+    assert told[0].filename == __file__
     with torch.no_grad():
         flow.bijection.weight.copy_(conditioned(4, 1e7))
     flow.decode(z, "exact")  # warnings are errors
@@ -530,8 +536,9 @@ def test_a_chain_that_float64_does_not_resolve_is_told_once(condition, layers, t
     flow = aligned(condition, layers).to(dtype)
     x = typical(flow, 4).to(dtype)
     if told:
-        with pytest.warns(RuntimeWarning, match=r"Flow.log_prob: expected layers that together magnify .*by about \de"):
+        with pytest.warns(RuntimeWarning, match=r"Flow.log_prob: expected layers that together magnify .*by about \de") as told:
             flow.log_prob(x)
+        assert told.list[0].filename == __file__
     flow.log_prob(x)  # warnings are errors
 
 

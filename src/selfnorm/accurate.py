@@ -36,6 +36,8 @@ LARGER = 2.0  # times as large or as steep as these, other rows are taken to be 
 LARGEST_CONDITION = {torch.float32: 1e8, torch.float64: 1e12}
 PROMISED_ERROR = 1e-3  # nats a dimension
 EPS, ROUNDINGS = torch.finfo(torch.float64).eps, 4096  # so many, so that their effect stands out from rounding itself
+IN_FORWARD, IN_INVERSE = 5, 4  # how many calls a warning is below the one of a method of Flow
+IN_FORWARD, IN_INVERSE = 5, 4  # how far above a warning the call of a method of Flow is
 
 
 class Compared(NamedTuple):
@@ -122,7 +124,7 @@ def inverse_accurately(who: str, bijection: Bijection, z: Tensor, context: Tenso
     rounding = Rounding()
     with step_context(rounding=rounding):
         x = bijection.inverse(z, context=context)[0]
-    _warn_of_condition(who, rounding.conditions, z.dtype, "move f(x) by more than 1")
+    _warn_of_condition(who, rounding.conditions, z.dtype, "move f(x) by more than 1", IN_INVERSE)
     if rounding.growth() <= FLOAT32_GROWTH:
         return x
     try:
@@ -131,7 +133,7 @@ def inverse_accurately(who: str, bijection: Bijection, z: Tensor, context: Tenso
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError, ValueError) as error:
-        _warn_of_float32(who, error)
+        _warn_of_float32(who, error, IN_INVERSE)
         return x
 
 
@@ -159,7 +161,6 @@ def _differs(
     return not bool((error <= FLOAT32_ERROR * z[0].numel()).all())
 
 
-@torch.no_grad()
 def _warn_of_float64(who: str, bijection: Bijection, x: Tensor, context: Tensor | None, sizes: Tensor) -> None:
     """Warns if even float64 rounds too much: if changes of x by a few thousand of its roundings move likelihoods as many times.
 
@@ -168,18 +169,21 @@ def _warn_of_float64(who: str, bijection: Bijection, x: Tensor, context: Tensor 
     rows = _largest_rows(sizes)
     some, given = to_float64(x[rows]), _rows_of(context, x, rows)
     signs = 2.0 * torch.randint(2, some.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(some) - 1
-    before, after = (
-        _log_normal(z) + log_det
-        for z, log_det in (_forward_in_float64(bijection, each, given) for each in (some, some * (1 + ROUNDINGS * EPS * signs)))
-    )
+    with torch.no_grad():
+        before, after = (
+            _log_normal(z) + log_det
+            for z, log_det in (
+                _forward_in_float64(bijection, each, given) for each in (some, some * (1 + ROUNDINGS * EPS * signs))
+            )
+        )
     rounding = float((after - before).abs().max()) / ROUNDINGS
     if rounding > PROMISED_ERROR * x[0].numel():
         warnings.warn(
-            f"{who}: expected layers that together magnify rounding errors by less than about 1e12, got a chain in which those "
-            f"of float64 change log-likelihoods by about {rounding / x[0].numel():.0e} nats a dimension; look for columns that "
-            "depend on each other, or for layers with extreme weights",
+            f"{who}: expected layers that together magnify rounding errors by less than about 1e12, got a chain in which "
+            f"float64 rounding alone changes log-likelihoods by about {rounding / x[0].numel():.0e} nats a dimension; look for "
+            "columns that depend on each other, or for layers with extreme weights",
             RuntimeWarning,
-            stacklevel=5,
+            stacklevel=IN_FORWARD,
         )
 
 
@@ -196,7 +200,8 @@ def _rows_of(context: Tensor | None, x: Tensor, rows: Tensor) -> Tensor | None:
 
 @torch.no_grad()
 def _norms_of_tensors(module: nn.Module, like: Tensor) -> list[float]:
-    """Returns the norms of a module's parameters and buffers: they show a change of weights however it was made."""
+    """Returns the norms of a module's parameters and buffers. They show nearly any change of weights, however it was made; one
+    that keeps all norms, such as a change of sign, hardly changes rounding errors."""
     tensors = [
         value
         for each in all_modules(module)
@@ -212,7 +217,7 @@ def _log_normal(z: Tensor) -> Tensor:
     return -to_float64(z).square().flatten(1).sum(1) / 2
 
 
-def _warn_of_float32(who: str, error: Exception) -> None:
+def _warn_of_float32(who: str, error: Exception, stacklevel: int = IN_FORWARD) -> None:
     """Warns that some layer or base, of the user's own, keeps tensors where a copy in float64 does not find them."""
     why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
     warnings.warn(
@@ -220,11 +225,13 @@ def _warn_of_float32(who: str, error: Exception) -> None:
         "result is computed in float32, and may be off by more than 1e-3 nats a dimension. Keep all tensors of a layer in its "
         "parameters and buffers, and its parts in submodules",
         RuntimeWarning,
-        stacklevel=5,
+        stacklevel=stacklevel,
     )
 
 
-def _warn_of_condition(who: str, noted: list[tuple[nn.Module, float]], dtype: torch.dtype, effect: str) -> bool:
+def _warn_of_condition(
+    who: str, noted: list[tuple[nn.Module, float]], dtype: torch.dtype, effect: str, stacklevel: int = IN_FORWARD
+) -> bool:
     """Warns if a layer's own condition number is above what is promised, and of what rounding may do; returns whether it did."""
     layer, worst = max(noted, key=lambda each: each[1], default=(None, 0.0))
     largest = LARGEST_CONDITION.get(dtype, math.inf)
@@ -233,6 +240,6 @@ def _warn_of_condition(who: str, noted: list[tuple[nn.Module, float]], dtype: to
             f"{who}: {describe(layer)}: expected a weight with a condition number of at most {largest:.0e} for data in {dtype}, "
             f"got about {worst:.0e}; rounding alone may {effect}. Use float64, or look for columns that depend on each other",
             RuntimeWarning,
-            stacklevel=5,
+            stacklevel=stacklevel,
         )
     return worst > largest
