@@ -7,7 +7,9 @@ import sys
 from contextlib import contextmanager
 
 import pytest
+import torch
 
+from selfnorm.train.checkpoint import read_checkpoint, save_checkpoint
 from selfnorm.train.experiments import recipe_for
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.run import resume_run, start_run
@@ -226,3 +228,28 @@ def test_a_run_whose_files_are_deleted_meanwhile_stops(tmp_path, epoch):
     ):
         start_run(recipe, folder.path, report=report, save_every=0.0)
     assert not folder.recipe.exists() and not folder.result.exists()
+
+
+def test_a_kill_while_a_checkpoint_is_written_leaves_nothing(tmp_path):
+    """Of safetensors neither, which writes to a temporary file of its own."""
+    start_run(RECIPE, tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    checkpoint = read_checkpoint(folder.last)
+    checkpoint.tensors["loss.large"] = torch.zeros(1 << 24)
+
+    def save_for_ever():
+        while True:
+            save_checkpoint(folder.last, checkpoint)
+
+    for _ in range(20):
+        child = FORK.Process(target=save_for_ever)
+        child.start()
+        while child.is_alive():
+            if len(folder.partial_files()) > 1 or list(folder.path.glob(".tmp*")):
+                child.kill()
+        child.join()
+        if left := list(folder.path.glob(".tmp*")):
+            break
+    with folder.locked():
+        folder.remove_partial_files()
+    assert {path.name for path in folder.path.iterdir()} <= {path.name for path in folder.own_files()}, left

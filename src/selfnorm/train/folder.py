@@ -13,6 +13,8 @@ from selfnorm.train.recipe import Recipe
 from selfnorm.train.records import parse_records
 from selfnorm.train.settings import checked_toml, from_toml
 
+SAFETENSORS_TEMPORARY = ".tmp??????"  # what safetensors itself writes to, beside the temporary file that it is asked to write
+
 
 class RunFolder:
     """The paths of one run's files, as attributes.
@@ -69,7 +71,8 @@ class RunFolder:
     def partial_files(self) -> set[Path]:
         """Returns the temporary files that a killed process left while writing files of this run."""
         wholes = (self.recipe, self.best, self.last, self.scores, self.samples, self.curves, self.result)
-        return {path for whole in wholes for path in self.path.glob(temporary_name(whole, "*"))}
+        names = (*(temporary_name(whole, "*") for whole in wholes), SAFETENSORS_TEMPORARY)
+        return {path for name in names for path in self.path.glob(name)}
 
     def remove_partial_files(self) -> None:
         """Removes the partial files; call it only while the run is locked."""
