@@ -271,7 +271,13 @@ def timeless(path: Path) -> bytes:
                 name: [str(value.dtype), list(value.shape), value.contiguous().numpy().tobytes().hex()]
                 for name, value in sorted(checkpoint.tensors.items())
             }
-            return json.dumps([tensors, without_times(checkpoint.progress), checkpoint.data, checkpoint.columns]).encode()
+            facts = [
+                asdict(checkpoint.recipe),
+                checkpoint.data,
+                checkpoint.columns,
+                checkpoint.table and checkpoint.table.facts(),
+            ]
+            return json.dumps([tensors, without_times(checkpoint.progress), facts]).encode()
         if path.name == "comparison.json":
             return json.dumps([row[:4] for row in json.loads(content)["rows"]]).encode()
         if path.name in ("comparison.csv", "comparison.png", "curves.png"):

@@ -520,7 +520,7 @@ def test_above_the_limit_an_exact_inverse_warns_as_well():
     """Rounding x to float32 then moves f(x) by units, however exactly x was computed."""
     flow, z = with_weights(SelfNormLinear(4), conditioned(4, 1e10)), torch.randn(5, 4, dtype=FLOAT32)
     with pytest.warns(
-        RuntimeWarning, match=r"Flow.decode: SelfNormLinear\(4, .*at most 1e.*rounding alone may move f\(x\) by"
+        RuntimeWarning, match=r"Flow.decode: SelfNormLinear\(4, .*at most 1e.*rounding alone may move the latent by"
     ) as told:
         flow.decode(z, "exact")
     assert told[0].filename == __file__

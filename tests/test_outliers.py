@@ -146,7 +146,9 @@ def test_dependent_columns_are_looked_for_before_numbers_are_rounded(tmp_path):
     start, duration = 1.7e9 + random.uniform(0, 3e7, 300), random.exponential(3000, 300)
     file = tmp_path / "t.csv"
     np.savetxt(file, np.column_stack([start, start + duration, duration]), "%.17g", ",", header="start,end,duration", comments="")
-    assert "got dependent ones: column 'duration' is -'start' + 'end'. " in fails("fit", file, *FIT, "--run", tmp_path / "run")
+    assert "got dependent ones in the training rows: column 'duration' is -'start' + 'end'. " in fails(
+        "fit", file, *FIT, "--run", tmp_path / "run"
+    )
 
 
 def test_the_column_to_drop_is_counted_as_drop_counts(tmp_path):

@@ -124,7 +124,7 @@ def inverse_accurately(who: str, bijection: Bijection, z: Tensor, context: Tenso
     rounding = Rounding()
     with step_context(rounding=rounding):
         x = bijection.inverse(z, context=context)[0]
-    _warn_of_condition(who, rounding.conditions, z.dtype, "move f(x) by more than 1", IN_INVERSE)
+    _warn_of_condition(who, rounding.conditions, z.dtype, "move the latent by more than 1", IN_INVERSE)
     if rounding.growth() <= FLOAT32_GROWTH:
         return x
     try:

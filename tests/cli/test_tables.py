@@ -175,7 +175,8 @@ def test_the_decisions_of_fit_can_be_overruled_and_are_settings(tmp_path):
         assert f"header: {'yes' if columns else 'no'}, 3 columns" in result.stderr
         assert read_checkpoint(folder / "best.safetensors").columns == columns
         assert len(read_csv(ok("score", folder, whole))) == count
-    assert "expected header, drop and keep only for your own tables" in fails("train", "moons-fc-snf", "--set", "drop=x")
+    for setting in ("drop=x", "keep=*"):
+        assert "expected header, drop and keep only for your own tables" in fails("train", "moons-fc-snf", "--set", setting)
 
 
 def test_many_columns_are_named_in_one_line(tmp_path):

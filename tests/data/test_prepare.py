@@ -1,6 +1,5 @@
 """Between a file and training: outliers, dependent columns, float64 where float32 has too few digits, and notes."""
 
-
 import numpy as np
 import pytest
 import torch
@@ -414,7 +413,7 @@ def test_grey_levels_are_left_alone(tmp_path):
     ("rows", "columns", "says"),
     [
         (3, 3, "3 examples to train on, 1 to validate, 1 to test, for 3 columns: with no more rows than columns"),
-        (100, 3, "standard error of about 0.32 times the spread of a single one's"),
+        (100, 3, "standard error of about 0.32 standard deviations of a single example's"),
         (400, 100, "expect overfitting"),
         (400, 3, ""),
     ],

@@ -1,6 +1,7 @@
-"""A slow reader of tables and a slow density, written from the documents and not from the code that they check.
+"""A slow reader of tables, written from the documents and not from the code that it checks, and a slow density.
 
-The documents leave some files open, such as numbers as the names of columns; then there are several right readings.
+The documents leave some files open, such as numbers as the names of columns; then there are several right readings. The density
+takes z = f(x) from the flow in float64, its determinant from autograd, and the base density from its formula.
 """
 
 import csv

@@ -325,7 +325,7 @@ def test_counters_of_another_kind_are_refused(trained, tmp_path):
     for name, value in UNSOUND:
         save_checkpoint(tmp_path / "x.safetensors", replace(best, progress={**best.progress, name: value}))
         with pytest.raises(
-            ValueError, match=rf"x.safetensors: expected readable checkpoint metadata, got .* \(no sound {name}\)"
+            ValueError, match=rf"x.safetensors: expected readable checkpoint metadata, got .* \(unusable {name}\)"
         ):
             read_checkpoint(tmp_path / "x.safetensors")
     for progress in ({}, {"step": 3, "best_nll": None}, {**best.progress, "later": []}):  # of other versions

@@ -172,7 +172,7 @@ def test_absurd_sizes_are_refused_before_a_flow_is_built(digits, monkeypatch, na
     absurd = checkpoints.Checkpoint(recipe, shape, 17, (), "", checkpoint.tensors, checkpoint.progress)
     monkeypatch.setattr(checkpoints, "build_flow", lambda *_: pytest.fail("it was built"))
     with pytest.raises(
-        ValueError, match=r"expected weights that fit the recipe, got others: expected more than the \d+ stored tensors"
+        ValueError, match=r"expected weights that fit the recipe, got others: the recipe needs more than the \d+ tensors"
     ):
         absurd.flow()
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from selfnorm.data import cifar10, imagenet32, mnist, small
 from selfnorm.data.arrays import read_examples
 from selfnorm.data.dataset import Dataset
-from selfnorm.data.layout import EVERYTHING
 from selfnorm.data.locate import OnProgress, data_folder
 from selfnorm.data.own import TableOptions, load_own_examples
 from selfnorm.runtime.checks import did_you_mean
@@ -86,7 +85,7 @@ def load_dataset(
             f"which is for {', '.join(_LOADERS)}"
         )
     if name in NAMES:
-        if header is not None or drop or set(keep) - {EVERYTHING}:
+        if header is not None or drop or keep:
             raise ValueError(f"load_dataset: expected header, drop and keep only for your own tables, got them for {name}")
         dataset = _LOADERS[name](data_dir, on_progress) if name in _LOADERS else small.load_small(name)
         if levels not in (None, dataset.levels):

@@ -99,8 +99,8 @@ def expect_independent(who: str, x: NDArray[np.floating], labels: Sequence[str],
     told, listed = dependence_fault(x, labels)
     if told:
         raise ValueError(
-            f"{who}: expected linearly independent columns, got dependent ones: {told}. Their likelihood is unbounded: "
-            f"{remedy.format(listed)}"
+            f"{who}: expected linearly independent columns, got dependent ones in the training rows: {told}. Their "
+            f"likelihood is unbounded: {remedy.format(listed)}"
         )
 
 

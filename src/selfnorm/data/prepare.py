@@ -110,10 +110,10 @@ def note_on_size(dataset: Dataset, tests: bool = True) -> str:
             "these rows, so the likelihood says little; use more rows or fewer columns"
         )
     if tests and (held_out := min(validated, tested)) < FEW_EXAMPLES:
-        error = f"{1 / math.sqrt(held_out):.2g} times the spread of a single one's"
+        error = f"{1 / math.sqrt(held_out):.2g} standard deviations of a single example's"
         return (
-            f"{sizes}: the mean likelihood of so few has a standard error of about {error}; treat it as a rough estimate, or use "
-            "more examples"
+            f"{sizes}: with so few, the mean log-likelihood has a standard error of about {error}; treat it as a rough "
+            "estimate, or use more examples"
         )
     if tabular and rows < ROWS_PER_COLUMN * width:
         return f"{sizes}, for {columns}: expect overfitting; use more rows or fewer columns"

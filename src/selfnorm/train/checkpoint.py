@@ -28,7 +28,7 @@ from selfnorm.train.digest import digest
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.settings import from_mapping
-from selfnorm.train.sizes import expect_stored
+from selfnorm.train.sizes import expect_no_larger
 
 FORMAT = "selfnorm-checkpoint-1"
 
@@ -89,7 +89,7 @@ class Checkpoint:
         """Returns the flow as it was trained: of the data, or of its distances from "data.origin", in float32."""
         weights = self.part("loss.flow.").values()
         try:
-            expect_stored(self.recipe, self.shape, len(weights), sum(value.numel() for value in weights))
+            expect_no_larger(self.recipe, self.shape, len(weights), sum(value.numel() for value in weights))
             flow = build_flow(self.recipe, self.shape, self.levels)
             self.load_into(flow, "loss.flow.")
         except (RuntimeError, TypeError, ValueError, MemoryError, OverflowError) as error:  # the last two for absurd sizes
@@ -187,7 +187,7 @@ def _from_facts(path: Path, facts: Any, tensors: dict[str, Tensor]) -> Checkpoin
             raise ValueError(f"{path}: expected one column name for each entry of the shape {shape}, got {len(columns)}")
         progress = dict(facts["progress"].items())
         if wrong := unsound_counters(progress):
-            raise TypeError(f"no sound {', '.join(wrong)}")
+            raise TypeError(f"unusable {', '.join(wrong)}")
         with located(str(path)):
             table = TableLayout.of_facts(facts["table"], math.prod(shape)) if facts.get("table") else None
             if table is not None and table.columns != columns:

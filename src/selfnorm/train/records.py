@@ -11,7 +11,7 @@ from selfnorm.train.settings import has_type
 TEXTS = {"kind", "reason", "message"}
 # By layer; logs of earlier versions have `weight` for λ. Every other field is one number.
 LISTS = {"reconstruction", "reconstruction_weight", "weight", "inverse_error", "stability_ratio"}
-LARGEST = 3.5e38  # of float32, in which training computes
+MAX_NUMBER = 3.5e38  # just above the largest of float32, in which training computes
 
 
 def parse_records(text: str) -> list[dict[str, Any]]:
@@ -45,9 +45,9 @@ def _sound_fields(record: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def is_sound(value: Any, kind: Any) -> bool:
     """Returns whether a value has a type, see `has_type`, and is finite if it is a number."""
-    return has_type(value, kind) and (not isinstance(value, int | float) or abs(value) <= LARGEST)
+    return has_type(value, kind) and (not isinstance(value, int | float) or abs(value) <= MAX_NUMBER)
 
 
 def is_finite_number(value: Any) -> bool:
     """Returns whether a value is None, or a finite number that can be computed with."""
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST)
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER)

@@ -48,7 +48,7 @@ class Result:
 
     @classmethod
     def stored(cls, path: Path) -> Result | None:
-        """Returns the same, or None if there is none that can be read."""
+        """Returns the result in result.json, or None if there is none that can be read."""
         try:
             return cls.read(path)
         except ValueError:
@@ -64,4 +64,4 @@ def _expect_types(found: Result | Likelihood) -> None:
         else:
             sound = is_sound(value, kind) or (name == "standard_error" and value == math.inf)
         if not sound:
-            raise ValueError(f"not a {name}: {str(value)[:40]}")
+            raise ValueError(f"unusable {name}: {str(value)[:40]}")

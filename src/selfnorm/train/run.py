@@ -243,12 +243,13 @@ def dataset_of(recipe: Recipe, on_progress: OnProgress | None = None, *, is_new:
     is_new:  whether a new run is to be trained on it; then data without a density that a flow can learn raise ValueError.
     """
     data = recipe.data
-    table: dict[str, Any] = {"header": data.header, "drop": data.drop, "keep": data.keep}
     dataset = load_dataset(
         data.source,
         data.folder,
         levels=data.levels,
-        **table,
+        header=data.header,
+        drop=data.drop,
+        keep=data.keep,
         set_outliers_aside=data.set_outliers_aside,
         check_dependence=is_new,
         on_progress=on_progress,

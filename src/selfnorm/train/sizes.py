@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from selfnorm.train.recipe import Recipe
 
 
-def expect_stored(recipe: Recipe, shape: tuple[int, ...], tensors: int, numbers: int) -> None:
+def expect_no_larger(recipe: Recipe, shape: tuple[int, ...], tensors: int, numbers: int) -> None:
     """Raises ValueError if the recipe's flow for examples of a shape needs more than so many tensors, or numbers in them.
 
     What the flow needs is estimated from below, by its large weights alone: a flow of the stored size always passes, and one
@@ -18,7 +18,9 @@ def expect_stored(recipe: Recipe, shape: tuple[int, ...], tensors: int, numbers:
     for count, size in enumerate(_matrices(recipe, shape), 1):
         needed += size
         if count > tensors or needed > numbers:
-            raise ValueError(f"expected more than the {tensors} stored tensors, or more than their {numbers} numbers")
+            raise ValueError(
+                f"the recipe needs more than the {tensors} tensors, or more than the {numbers} numbers, that are stored"
+            )
 
 
 def _matrices(recipe: Recipe, shape: tuple[int, ...]) -> Iterator[int]:
