@@ -259,6 +259,22 @@ def test_what_is_said_of_an_index_is_true(tmp_path, index, says):
     assert load_dataset(str(path), keep=["1"]).columns[1:] == ("a", "b")
 
 
+@pytest.mark.parametrize("unnamed", ["", "Unnamed: 0"])
+def test_the_advice_names_the_index_and_not_a_column_whose_name_is_that_number(tmp_path, unnamed):
+    """As pandas names columns: the index is column 1, but "1" is the third column."""
+    first, values = f"{unnamed},0,1,2", random.normal(size=(40, 3))
+    for index, option in ((range(0, 80, 2), "keep"), ([*range(20)] * 2, "drop"), ([f"2020-{row}" for row in range(40)], "drop")):
+        path = write(tmp_path / "t.csv", first, index, *values.T)
+        try:
+            said = load_dataset(str(path)).table.describe()
+        except ValueError as error:
+            said = str(error)
+        value = repr(unnamed)
+        assert f"--{option} {value}" in said
+        columns = load_dataset(str(path), **{option: [unnamed]}).columns
+        assert columns == ((unnamed, "0", "1", "2") if option == "keep" else ("0", "1", "2"))
+
+
 def test_one_column_of_decimal_commas_is_pointed_out(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("\n".join(f"{row},{5 + row % 4}" for row in random.integers(0, 99, 40)) + "\n")

@@ -48,6 +48,7 @@ VALUES = st.one_of(st.sampled_from([*NUMBERS, *WORDS, *DEVICES]), TEXT)
 # Of these, one that is accepted might take all memory or all day; they are drawn with values that must be refused or are small.
 COSTLY = {"epochs", "layers", "blocks", "layers_per_block", "steps_per_block", "hidden", "bins", "test_samples", "probes"}
 SMALL = st.sampled_from(["0", "-1", "1", "2", "1.5", "nan", "x", "", "none", "true", "\x1b[2J", "65536", "9" * 30, str(2**63)])
+BATCHES = ("batch_size", "eval_batch_size")  # of one row each, a run takes a minute
 LARGE = {"65536", "9" * 30, str(2**63)}
 KEYS = st.one_of(st.sampled_from(sorted(FLAT_KEYS)), st.sampled_from(sorted(FLAT_KEYS.values())), TEXT)
 RUN_FILES = [
@@ -131,8 +132,9 @@ def settings_of_runs(draw: Any) -> list[str]:
         name = key.rpartition(".")[2]
         value = draw(SMALL if name in COSTLY else VALUES)
         used.add(name if value in LARGE and name != "layers" else "")
+        used |= set(BATCHES) if name.endswith("batch_size") else set()
         words += ["--set", draw(st.sampled_from([f"{key}={value}", f"{key} = {value}", key, f"{key}=={value}"]))]
-    small = {"epochs": 1, "layers": 1, "blocks": 1, "hidden": 2, "bins": 3}
+    small = {"epochs": 1, "layers": 1, "blocks": 1, "hidden": 2, "bins": 3, **dict.fromkeys(BATCHES, 500)}
     return words + [word for name, value in small.items() if name in used | {"epochs"} for word in ("--set", f"{name}={value}")]
 
 

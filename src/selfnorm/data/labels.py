@@ -30,3 +30,13 @@ def positions_named(names: Sequence[str], width: int, name: str) -> list[int]:
         return found
     number = int(name) - 1 if name.isascii() and name.isdecimal() and len(name) < 10 else -1
     return [number] if 0 <= number < width and (not names or is_unnamed(names[number])) else []
+
+
+def value_naming(names: Sequence[str], position: int) -> str:
+    """Returns what names a column in an option, so that `positions_named` finds it: its name, or its number if it has none.
+
+    A number that is the name of another column would name that one; then the column keeps the name that it has, such as "".
+    """
+    name = names[position] if names else ""
+    number = str(position + 1)
+    return number if is_unnamed(name) and number not in names else name

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from selfnorm.data.delimited import DelimitedFile, TextError
 from selfnorm.data.headers import is_unnamed
-from selfnorm.data.labels import MOST_LISTED, MOST_NAMED, listed, positions_named
+from selfnorm.data.labels import MOST_LISTED, MOST_NAMED, listed, positions_named, value_naming
 from selfnorm.data.tables import Table
 from selfnorm.runtime.checks import did_you_mean
 
@@ -115,7 +115,8 @@ class TableLayout:
         for reason in (COUNTS, INDEX, JOINT, DROPPED):
             if positions := [position for position, why in self.left_out if why == reason]:
                 verb = reason if len(positions) == 1 else PLURALS.get(reason, reason)
-                keep = f"; keep it with --keep {positions[0] + 1}" if reason == INDEX and len(positions) == 1 else ""
+                one = reason == INDEX and len(positions) == 1
+                keep = f"; keep it with --keep {shlex.quote(value_naming(self.names, positions[0]))}" if one else ""
                 parts.append(f"{self.labels(positions)} {verb}: left out{keep}")
         if len(self.constant) == 1:
             ((position, value),) = self.constant
@@ -305,8 +306,7 @@ def _leave_out(layout: TableLayout, positions: Sequence[int]) -> str:
 
 
 def _drop_options(layout: TableLayout, positions: Sequence[int]) -> str:
-    names = layout.names_of(positions) or [""] * len(positions)
-    values = [str(position + 1) if is_unnamed(name) else name for position, name in zip(positions, names, strict=True)]
+    values = list(dict.fromkeys(value_naming(layout.names, position) for position in positions))
     return " ".join(f"--drop {shlex.quote(value)}" for value in values[:MOST_NAMED]) + (" …" if len(values) > MOST_NAMED else "")
 
 
