@@ -19,7 +19,7 @@ from selfnorm.bijection import Chain, located
 from selfnorm.data.dataset import Dataset
 from selfnorm.data.dependence import expect_independent
 from selfnorm.data.labels import listed
-from selfnorm.data.outliers import describe_outliers
+from selfnorm.data.outliers import describe_crowd, describe_outliers
 from selfnorm.data.prepare import note_on_constants, note_on_size, prepare
 from selfnorm.data.resolution import WIDE_SPREADS, expect_distinguishable, expect_spread
 from selfnorm.evaluate.likelihood import evaluating
@@ -201,8 +201,12 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
                 f"SelfNormDensity: expected columns that vary, got the same value in all {total} training rows of every "
                 f"column ({constant}); constants have no density"
             )
-        if told := describe_outliers(prepared.outliers, len(table), labels, "set_outliers_aside=False"):
-            warnings.warn(f"SelfNormDensity: {told}", stacklevel=3)
+        for told in (
+            describe_outliers(prepared.outliers, len(table), labels, "set_outliers_aside=False"),
+            describe_crowd(prepared.crowd, len(table), labels),
+        ):
+            if told:
+                warnings.warn(f"SelfNormDensity: {told}", stacklevel=3)
         if constant:
             told = note_on_constants(prepared, constant)
             warnings.warn(

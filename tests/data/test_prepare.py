@@ -7,7 +7,7 @@ import torch
 from selfnorm.data import load_dataset, read_examples
 from selfnorm.data.dataset import Dataset
 from selfnorm.data.dependence import _Columns, dependent_columns, expect_independent
-from selfnorm.data.outliers import describe_outliers, gross_outliers
+from selfnorm.data.outliers import crowd_of_outliers, describe_outliers, gross_outliers
 from selfnorm.data.prepare import expect_float32_spread, note_on_size
 from selfnorm.data.resolution import as_resolved, from_origin, origin_of
 
@@ -366,6 +366,45 @@ def test_at_most_one_row_of_a_hundred_is_set_aside():
     table[np.arange(30), np.arange(30)] = 1e6  # each in another column
     assert len(gross_outliers(table)) == 10
     assert gross_outliers(normal(10, 2) * [[1e9], *[[1.0]] * 9]) == []  # too few rows to tell
+
+
+@pytest.mark.parametrize("rows", [21, 60, 95])
+def test_more_rows_than_can_be_set_aside_are_told(tmp_path, rows):
+    """One more than 1 %, and the likelihood of all others fell without a word."""
+    table = normal(2000, 5)
+    table[:rows] *= 1e6
+    np.save(tmp_path / "t.npy", table)
+    (told,) = load_dataset(str(tmp_path / "t.npy")).notes
+    assert told.startswith(f"more rows far from all others than can be set aside: {rows} of 2000 are trained on, at the expense")
+    assert "row 0 (column " in told
+    assert load_dataset(str(tmp_path / "t.npy"), set_outliers_aside=False).notes == ()
+
+
+def test_codes_for_missing_values_of_which_some_stay_are_told(tmp_path):
+    table = normal(2000, 10)
+    table[GENERATOR(5).uniform(size=table.shape) < 0.004] = -999.0
+    coded = np.flatnonzero((table == -999).any(1))
+    np.save(tmp_path / "t.npy", table)
+    aside, told = load_dataset(str(tmp_path / "t.npy")).notes
+    assert aside.startswith("20 of 2000 rows set aside")
+    assert told.startswith(f"more rows far from all others than can be set aside: {len(coded) - 20} of 2000 are trained on")
+    first = int(told.partition("row ")[2].partition(" ")[0])
+    assert first in coded and f"row {first} (" not in aside, "rows are numbered as in the file"
+
+
+def test_clean_tables_are_not_called_crowded():
+    shapes = ((60, 12), (400, 6), (2000, 15))
+    draws = (
+        *(lambda g, s, name=name: getattr(g, name)(size=s) for name in ("normal", "exponential", "lognormal")),
+        *(lambda g, s, df=df: g.standard_t(df, size=s) for df in (1, 2, 3)),
+        *COUNTS.values(),
+        *SPARSE.values(),
+        lambda g, s: np.where(g.uniform(size=s) < 0.05, g.lognormal(8, 1, s), 0),
+    )
+    told = [
+        bool(crowd_of_outliers(draw(GENERATOR(seed), s).astype(float))) for draw in draws for s in shapes for seed in range(20)
+    ]
+    assert sum(told) <= 0.01 * len(told)
 
 
 def test_set_aside_rows_leave_the_split_of_the_others_as_it_was(tmp_path):

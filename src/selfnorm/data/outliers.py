@@ -14,6 +14,7 @@ Floats = NDArray[np.float64]
 
 LEAST_ROWS = 20  # fewer do not show how far a distribution reaches
 LARGEST_PART, FEW = 0.01, 3  # of the rows, or one in 20 up to three; more of them would be part of the distribution
+CROWD_PART = 0.05  # of the rows; beyond 1 % they are not set aside, but worth a note
 # How many times as far as the largest of the other rows lies, or is expected to lie. A row of 200 columns four times as wide as
 # others costs the others 0.3 nats; the same for fewer rows, whose tail is less well known, would set aside rows of heavy tails.
 FACTOR, FACTOR_ROWS = 2.5, 600
@@ -36,17 +37,32 @@ class Outlier:
 def gross_outliers(x: NDArray[np.floating]) -> list[Outlier]:
     """Returns the gross outliers among the rows of x, (N, D): at most 1 % of the rows, or three, or one in 20 of fewer than 60.
 
+    See `_far_rows`. Cost: O(N·D).
+    """
+    return _far_rows(x, max(int(LARGEST_PART * len(x)), min(FEW, len(x) // LEAST_ROWS)))
+
+
+def crowd_of_outliers(x: NDArray[np.floating]) -> list[Outlier]:
+    """Returns the rows of x, (N, D), that would be gross outliers if there were not so many of them: at most 5 % of the rows.
+
+    Codes for missing values, such as -999, are often such a crowd. Cost: O(N·D).
+    """
+    return _far_rows(x, int(CROWD_PART * len(x)))
+
+
+def _far_rows(x: NDArray[np.floating], most: int) -> list[Outlier]:
+    """Returns the rows of x, (N, D), that are far from all others, at most so many of them.
+
     The tail of each column is extrapolated as a power law from its largest values without as many of the outermost. A row is a
     gross outlier if it lies several times beyond the place where the largest of N values is expected, or beyond the largest of
     the other rows, and beyond what one in `TABLES` clean tables has. So the rule follows heavy tails, such as Cauchy's. In a
     column that is the same in nearly all rows, only the few others tell how far values may lie: ones among zeros are kept, and
-    1e6 beside them is not. The lengths of the rows are held to the same rule, each column in units of its own tail. Cost: O(N·D).
+    1e6 beside them is not. The lengths of the rows are held to the same rule, each column in units of its own tail.
     """
     total = len(x)
-    if total < LEAST_ROWS or not x.shape[1]:
+    if total < LEAST_ROWS or not x.shape[1] or not most:
         return []
     width = int((x != x[:1]).any(0).sum())  # constant columns are left out later, and must not matter
-    most = max(int(LARGEST_PART * total), min(FEW, total // LEAST_ROWS))
     powers: list[float] = []
     excess, entry, length = np.zeros(total), np.zeros(total, np.int64), np.zeros(total)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -85,6 +101,24 @@ def describe_outliers(found: Sequence[Outlier], total: int, labels: Sequence[str
     """
     if not found:
         return ""
+    they, them = ("it lies", "it") if len(found) == 1 else ("they lie", "them")
+    return (
+        f"{len(found)} of {total} rows set aside, neither trained nor tested on, because {they} far from all others: "
+        f"{_listed(found, labels)}; rows are numbered from 0, as `score` numbers them; keep {them} with {overrule}"
+    )
+
+
+def describe_crowd(found: Sequence[Outlier], total: int, labels: Sequence[str]) -> str:
+    """Returns one line about rows that are too many to be set aside; see `describe_outliers`."""
+    if not found:
+        return ""
+    return (
+        f"more rows far from all others than can be set aside: {len(found)} of {total} are trained on, at the expense of the "
+        f"rest: {_listed(found, labels)}; if they are errors, or codes for missing values, correct or remove them"
+    )
+
+
+def _listed(found: Sequence[Outlier], labels: Sequence[str]) -> str:
     shown = [
         f"row {each.row} ({namer(labels)(each.entry)} is {each.value:.4g}, others are in "
         f"[{each.usual[0]:.4g}, {each.usual[1]:.4g}])"
@@ -93,11 +127,7 @@ def describe_outliers(found: Sequence[Outlier], total: int, labels: Sequence[str
     rest = [str(each.row) for each in found[3:10]]
     more = f", row{'s' if len(rest) > 1 else ''} {', '.join(rest)}" if rest else ""
     more += f" and {len(found) - 10:,} more" if len(found) > 10 else ""
-    they, them = ("it lies", "it") if len(found) == 1 else ("they lie", "them")
-    return (
-        f"{len(found)} of {total} rows set aside, neither trained nor tested on, because {they} far from all others: "
-        f"{', '.join(shown)}{more}; rows are numbered from 0, as `score` numbers them; keep {them} with {overrule}"
-    )
+    return ", ".join(shown) + more
 
 
 def _blocks(x: NDArray[np.floating]) -> Iterator[tuple[int, Floats]]:

@@ -14,7 +14,7 @@ from selfnorm.data.arrays import as_examples, read_values
 from selfnorm.data.dataset import Dataset, permutation
 from selfnorm.data.dependence import dependence_fault, expect_independent
 from selfnorm.data.layout import EVERYTHING, TableLayout, constant_columns, kept_columns
-from selfnorm.data.outliers import describe_outliers
+from selfnorm.data.outliers import describe_crowd, describe_outliers
 from selfnorm.data.prepare import Prepared, note_on_constants, prepare, with_notes
 from selfnorm.data.resolution import as_resolved
 
@@ -60,7 +60,11 @@ def load_own_examples(
     )
     del values, examples
     labels = _entry_labels(prepared.rows.shape[1:])
-    notes = [describe_outliers(prepared.outliers, prepared.total, table.short_labels if table else labels, KEEP_ROWS)]
+    called = table.short_labels if table else labels
+    notes = [
+        describe_outliers(prepared.outliers, prepared.total, called, KEEP_ROWS),
+        describe_crowd(prepared.crowd, prepared.total, called),
+    ]
     if table is not None:
         table = _without_constants(path, table, prepared)
         notes.insert(0, f"{path}: {table.describe()}" if table.has_decisions else "")

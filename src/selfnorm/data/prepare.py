@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from selfnorm.data.dataset import Dataset
 from selfnorm.data.layout import constant_columns
-from selfnorm.data.outliers import Outlier, gross_outliers
+from selfnorm.data.outliers import Outlier, crowd_of_outliers, gross_outliers
 from selfnorm.data.resolution import expect_spread
 
 FEW_EXAMPLES = 30  # the mean of so many has a standard error of about a fifth of their standard deviation
@@ -26,6 +26,7 @@ class Prepared:
     rows:       without outliers and constant columns, in the order of the file.
     parts:      the places of each part in them; the training rows come first.
     outliers:   the rows that were set aside.
+    crowd:      the rows that were not, because there are too many of them; numbered as in the file, like the outliers.
     constant:   the columns with one value in all training rows, with that value.
     differing:  how many held-out rows have another value in one of these columns.
     """
@@ -33,6 +34,7 @@ class Prepared:
     rows: NDArray[Any]
     parts: tuple[NDArray[np.int64], ...]
     outliers: list[Outlier]
+    crowd: list[Outlier]
     constant: dict[int, float]
     differing: int
 
@@ -61,15 +63,19 @@ def prepare(
     """
     flat = values.reshape(len(values), -1)
     outliers = gross_outliers(flat) if set_outliers_aside else []
-    rows = np.delete(values, [each.row for each in outliers], 0) if outliers else values
+    taken = [each.row for each in outliers]
+    rows = np.delete(values, taken, 0) if outliers else values
+    places = np.delete(np.arange(len(values)), taken)
+    found = crowd_of_outliers(rows.reshape(len(rows), -1)) if set_outliers_aside else []
+    crowd = [replace(each, row=int(places[each.row])) for each in found]
     train, *others = split(len(rows))
     if kept is None or values.ndim != 2:
-        return Prepared(rows, (train, *others), outliers, {}, 0)
+        return Prepared(rows, (train, *others), outliers, crowd, {}, 0)
     constant = {index: value for index, value in constant_columns(rows[train]).items() if index not in kept}
     which = list(constant)
     differing = int((rows[np.concatenate(others)][:, which] != rows[train[0], which]).any(1).sum()) if constant else 0
     rows = np.delete(rows, which, 1) if constant else rows
-    return Prepared(rows, (train, *others), outliers, constant, differing)
+    return Prepared(rows, (train, *others), outliers, crowd, constant, differing)
 
 
 def note_on_constants(prepared: Prepared, what: str) -> str:
