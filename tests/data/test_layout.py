@@ -193,6 +193,28 @@ def test_an_index_before_names_that_are_numbers_is_skipped(tmp_path):
     assert found.values.tolist() == [[0.5] * 2, [1.5] * 2]
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".npy"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("layout", [TableLayout(("a", "b"), 2), TableLayout((), 2), LAYOUT])
+def test_identifiers_are_taken_out_of_a_file_without_names(tmp_path, layout, place, suffix):
+    columns = [*VALUES.T.tolist()]
+    columns.insert(place, list(range(100, 140)))
+    path = tmp_path / f"t{suffix}"
+    np.save(path, np.column_stack(columns)) if suffix == ".npy" else write(path, "", *columns)
+    found = matched(path, layout, ids=[str(place + 1)])
+    np.testing.assert_array_equal(found.values, VALUES)
+    assert [float(text) for text in found.carried[f"column {place + 1}"]] == columns[place]
+
+
+def test_text_that_identifies_rows_of_a_file_without_names_is_taken_out_if_asked(tmp_path):
+    path = write(tmp_path / "t.csv", "", [f"id{row}" for row in range(40)], *VALUES.T)
+    with pytest.raises(ValueError, match=r"t\.csv, line 2, column 1: .* got 'id0'; use --id 1 if it only identifies the rows"):
+        matched(path, TableLayout(("a", "b"), 2))
+    found = matched(path, TableLayout(("a", "b"), 2), ids=["1"])
+    np.testing.assert_array_equal(found.values, VALUES)
+    assert found.carried["column 1"][:2] == ["id0", "id1"]
+
+
 @pytest.mark.parametrize("layout", [TableLayout(("a", "b"), 2), TableLayout((), 2)])
 def test_an_index_is_not_read_in_the_place_of_a_missing_column(tmp_path, layout):
     path = write(tmp_path / "t.csv", ",0", range(2), [0.5, 1.5])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import dropwhile, takewhile
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfnorm.data.arrays import is_image_path, open_examples
-from selfnorm.data.delimited import DelimitedFile
+from selfnorm.data.delimited import DelimitedFile, TextError
 from selfnorm.data.headers import is_unnamed
 from selfnorm.data.images import image_files
 from selfnorm.data.labels import MOST_LISTED, listed, positions_named
@@ -69,15 +69,15 @@ def _matched(path: Path, table: Table, layout: TableLayout, ids: Sequence[str]) 
     named = list(dropwhile(is_unnamed, table.names))
     only_digits = bool(named) and all(map(str.isdigit, named))  # as pandas gives them
     by_name = bool(table.names and layout.names) and not (only_digits and not any(map(str.isdigit, layout.names)))
-    places = _places_by_name(path, table, layout) if by_name else _places_by_position(table, layout)
+    identifying = [_position_of_id(path, table, name) for name in ids]
+    places = _places_by_name(path, table, layout) if by_name else _places_by_position(table, layout, identifying)
     if not places:
         _expect_other_width(path, table, layout)
-        return MatchedRows(table.numbers(range(table.width)))
+        return MatchedRows(_all_numbers(table, layout))
     used = [places[position] for position in layout.used if position in places]
     constant = [(position, value) for position, value in layout.constant if position in places]
     needed = [*used, *(places[position] for position, _ in constant)]
     numbers = table.numbers(needed)
-    identifying = [_position_of_id(path, table, name) for name in ids]
     if table.names:
         identifying += table.texts_among(set(range(table.width)) - {*needed, *identifying})
     identifying = list(dict.fromkeys(identifying))
@@ -113,21 +113,39 @@ def _places_by_name(path: Path, table: Table, layout: TableLayout) -> dict[int, 
     return places
 
 
-def _places_by_position(table: Table, layout: TableLayout) -> dict[int, int]:
+def _places_by_position(table: Table, layout: TableLayout, ids: Collection[int]) -> dict[int, int]:
     """Returns the same for a file without names: it has all columns, or those of samples, or only the data.
 
+    There may be columns `ids` beside them, at any place; if that does not fit, these are among them.
     Any of them may follow first columns without a name, such as an index. Such a column is only read as one of the training data
     if that had no name either, while others had. Empty if the columns do not fit.
     """
     choices = (tuple(range(layout.width)), layout.written, layout.used)
     unnamed = len(list(takewhile(is_unnamed, table.names)))
-    tried = ((positions, start) for start in dict.fromkeys((0, unnamed)) for positions in choices)
+    tried = [(positions, start) for start in dict.fromkeys((0, unnamed)) for positions in choices]
     wanted = set(layout.written)
     named = {position for position in wanted if not (layout.names and is_unnamed(layout.names[position]))}
-    for positions, start in tried:
-        if len(positions) + start == table.width and named.isdisjoint(positions[: max(0, unnamed - start)]):
-            return {position: place for place, position in enumerate(positions, start) if position in wanted}
+    others = [place for place in range(table.width) if place not in ids]
+    for places in (others, range(table.width)):
+        for positions, start in tried:
+            data = dict(zip(positions, places[start:], strict=False))
+            is_index_data = any(place < unnamed and position in named for position, place in data.items())
+            if len(positions) + start == len(places) and not is_index_data:
+                return {position: place for position, place in data.items() if position in wanted}
     return {}
+
+
+def _all_numbers(table: Table, layout: TableLayout) -> NDArray[Any]:
+    """Returns all columns of a table that has others than the data; raises ValueError, with what to do, if one holds text."""
+    try:
+        return table.numbers(range(table.width))
+    except TextError as error:
+        texts = table.texts_among(range(table.width))
+        if table.width - len(texts) != len(layout.used):
+            raise
+        options = " ".join(f"--id {position + 1}" for position in texts)
+        what = "it only identifies" if len(texts) == 1 else "they only identify"
+        raise ValueError(f"{error}; use {options} if {what} the rows") from None
 
 
 def _expect_other_width(path: Path, table: Table, layout: TableLayout) -> None:
