@@ -21,6 +21,7 @@ from selfnorm import (
     ExactLinear,
     Flatten,
     Flow,
+    Logit,
     LULinear,
     SelfNormConv2d,
     SelfNormLinear,
@@ -157,6 +158,68 @@ def test_one_row_does_not_stand_for_others():
         x = typical(flow, 4)
         flow.log_prob(x[:1])
         assert_exact(flow, x)
+
+
+@pytest.mark.parametrize("seed", [2, 3, 20, 22, 25])
+def test_sharp_bends_of_a_spline_count(seed):
+    """Where its slope rises a thousandfold within a narrow interval, the last digit of x changes log p by up to 3 nats.
+
+    The rows of a batch lie close together, so that their slopes hardly differ.
+    """
+    torch.manual_seed(seed)
+    spline, linear = SplineActivation(1, bins=6, bound=50.0), ExactLinear(1)
+    with torch.no_grad():
+        for parameter in spline.parameters():
+            parameter.copy_(9.0 * torch.randint(-1, 2, parameter.shape))
+        linear.weight.fill_(1.7)
+        linear.bias.fill_(40.0)
+    flow = Flow(Chain(linear, spline)).float().eval()
+    for knot in spline._knots()[0][0].tolist():
+        for side in (-1e-5, 1e-5):
+            x = (knot + side * (1 + 0.2 * torch.rand(20, 1)) - 40.0) / 1.7
+            assert_exact(copy.deepcopy(flow), x.to(FLOAT32))
+
+
+@pytest.mark.parametrize("top", [0.99, 0.9999, 0.99999])
+def test_logits_close_to_one_count_where_their_input_is_rounded(top):
+    """As pixels near white: 1 − x/255 has few digits left. The slopes of such a batch hardly differ."""
+    flow = Flow(Chain(Affine(torch.zeros(4), torch.ones(4) / 255), Logit())).float().eval()
+    assert_exact(flow, 255 * (top + (1 - top) * 0.9 * torch.rand(20, 4)).to(FLOAT32))
+
+
+class Cancelling(Bijection):
+    """Adds a context and subtracts it again, as two couplings may: the larger it is, the fewer digits are left."""
+
+    def forward(self, x, *, context=None):
+        return (x + context) - context, x.new_zeros(len(x))
+
+    def inverse(self, z, *, context=None):
+        return z, z.new_zeros(len(z))
+
+
+def test_a_larger_context_is_compared_again():
+    flow = Flow(Cancelling())
+    for size in (1e-3, 1.0, 1e5, 1e6):
+        x, context = torch.randn(2, 40, 2, dtype=FLOAT32)
+        assert_exact(flow, x, size * context)
+
+
+def test_rows_that_are_extreme_in_one_way_do_not_hide_those_that_are_in_another():
+    """Sixteen rows far in the tails took all places among those that are compared with float64."""
+    spline, linear = SplineActivation(1, bins=3, bound=10.0), ExactLinear(1)
+    with torch.no_grad():
+        spline.widths.copy_(torch.tensor([[8.0, 8.0, -8.0]]))  # the last interval is narrow, and steep
+        spline.heights.zero_()
+        spline.slopes.zero_()
+        linear.weight.fill_(30.0)
+        linear.bias.copy_(-30 * spline(torch.full((1, 1), 9.99))[0][0])
+    flow = Flow(Chain(spline, linear, SmoothLeakyReLU(0.01))).eval()
+    dense = flow.decode(torch.randn(984, 1), "exact").detach().to(FLOAT32)
+    tail = torch.linspace(-65, -50, 16, dtype=FLOAT32)[:, None]
+    flow = flow.float()
+    assert_exact(copy.deepcopy(flow), dense)
+    assert_exact(copy.deepcopy(flow), torch.cat([dense, tail]))
+    assert_exact(copy.deepcopy(flow), torch.cat([tail, dense[:100]]))
 
 
 def test_a_preprocessing_of_any_scale_counts_for_nothing(evaluations):

@@ -45,8 +45,8 @@ class Compared(NamedTuple):
 
     weights:  what stands for its weights: the condition numbers of its linear layers and the norms of all its tensors.
     float64:  whether it needs float64.
-    sizes:    the largest norms of rows, at each linear layer and at both ends, and the steepest slopes, for which it does not;
-              None if too few rows were compared to tell.
+    sizes:    the largest norms of rows, at each linear layer, at both ends and of the context, and the steepest slopes and
+              sharpest bends, for which it does not; None if too few rows were compared to tell.
     """
 
     weights: tuple[float, ...]
@@ -87,7 +87,7 @@ def forward_accurately(
     known = last if last is not None and last.weights == weights else None
     before, effect = known, "change log-likelihoods by more than 1e-3 nats a dimension"
     has_warned = known is None and _warn_of_condition(who, rounding.conditions, x.dtype, effect)
-    sizes = rounding.sizes(x, z)
+    sizes = rounding.sizes(x, z, context)
     largest = sizes.amax(1)
     try:
         if x.dtype != torch.float32:
@@ -188,9 +188,25 @@ def _warn_of_float64(who: str, bijection: Bijection, x: Tensor, context: Tensor 
 
 
 def _largest_rows(sizes: Tensor) -> Tensor:
-    """Returns the places of the rows to compare: the largest at some layer, or the steepest."""
-    relative = (sizes / sizes.mean(1, keepdim=True)).nan_to_num().amax(0)
-    return relative.topk(min(COMPARED_ROWS, sizes.shape[1])).indices
+    """Returns the places of the rows to compare, given what their errors grow with, (K, N): the largest by each of the K in turn.
+
+    In turn, so that rows which are large by one measure do not hide those that are large by another. A few rows from anywhere
+    stand for the typical ones.
+    """
+    total = sizes.shape[1]
+    few = min(COMPARED_ROWS, total)
+    if few == total:
+        return torch.arange(total, device=sizes.device)
+    relative = (sizes / sizes.mean(1, keepdim=True)).nan_to_num()
+    most_uneven = relative.amax(1).argsort(descending=True, stable=True)
+    largest = relative[most_uneven].topk(few, dim=1).indices.mT.flatten()
+    typical = torch.arange(few // 4, device=sizes.device) * total // (few // 4)
+    candidates = torch.cat([typical, largest])
+    rows, place = candidates.unique(return_inverse=True)
+    first = torch.full_like(rows, len(candidates)).scatter_reduce(
+        0, place, torch.arange(len(candidates), device=rows.device), "amin"
+    )
+    return rows[first.argsort()[:few]]
 
 
 def _rows_of(context: Tensor | None, x: Tensor, rows: Tensor) -> Tensor | None:

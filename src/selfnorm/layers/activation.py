@@ -14,7 +14,7 @@ from selfnorm.layers.events import sum_event
 from selfnorm.layers.fusable import FusableLayer
 from selfnorm.runtime.autograd import is_differentiated, is_vectorised
 from selfnorm.runtime.checks import describe, expect_batch
-from selfnorm.runtime.rounding import note_slopes
+from selfnorm.runtime.rounding import note_bends, note_slopes
 
 
 class SmoothLeakyReLU(FusableLayer):
@@ -117,6 +117,7 @@ class Logit(Bijection):
                 f"from {worst.min().item():g} to {worst.max().item():g}; scale the data to the unit interval first "
                 "(a model built with levels=256 does that for values in [0, 256))"
             )
+        note_bends(lambda: x * (1 - 2 * self.alpha) * (1 / right - 1 / left))
         return self._map(left, right)
 
     def surrogate(self, x: Tensor, *, context: Tensor | None = None) -> Surrogate:

@@ -69,7 +69,12 @@ class SplineActivation(FusableLayer):
         log_slope = _log_slope(t, mean_slope, slope, next_slope, denominator)
         log_slope = torch.where(inside, log_slope, 0)
         z = torch.where(inside, z, x)
-        note_knots(self.bound, z)
+        note_knots(
+            self.bound,
+            z,
+            lambda: torch.where(inside, _log_slope_rise(t, mean_slope, slope, next_slope, denominator) / width, 0),
+            lambda: _steepest_rise(knots_x, knots_z, slopes),
+        )
         note_slopes(log_slope)
         return z, sum_event(log_slope)
 
@@ -138,3 +143,17 @@ def _log_slope(t: Tensor, mean_slope: Tensor, slope: Tensor, next_slope: Tensor,
     """Returns log dz/dx at the position t in [0, 1] within a bin."""
     numerator = next_slope * t * t + 2 * mean_slope * t * (1 - t) + slope * (1 - t) * (1 - t)
     return 2 * mean_slope.log() + numerator.log() - 2 * denominator.log()
+
+
+def _log_slope_rise(t: Tensor, mean_slope: Tensor, slope: Tensor, next_slope: Tensor, denominator: Tensor) -> Tensor:
+    """Returns the derivative of `_log_slope` with respect to t."""
+    numerator = next_slope * t * t + 2 * mean_slope * t * (1 - t) + slope * (1 - t) * (1 - t)
+    rise = 2 * (next_slope * t + mean_slope * (1 - 2 * t) - slope * (1 - t))
+    return rise / numerator - 2 * (slope + next_slope - 2 * mean_slope) * (1 - 2 * t) / denominator
+
+
+def _steepest_rise(knots_x: Tensor, knots_z: Tensor, slopes: Tensor) -> Tensor:
+    """Returns a bound, up to a few per cent, for the derivative of log dz/dx with respect to x, over all bins."""
+    widths, left, right = knots_x.diff(), slopes[..., :-1], slopes[..., 1:]
+    mean = knots_z.diff() / widths
+    return ((2 * mean / torch.minimum(left, right) + 2 * (left + right) / mean) / widths).max()

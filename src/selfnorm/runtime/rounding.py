@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from selfnorm.runtime.context import current_step
+
+SMOOTH = 100.0  # up to which rises of log-slopes, times the size of the knots, do not count; 15 for the identity
 
 
 class Rounding:
@@ -21,6 +24,7 @@ class Rounding:
         self.conditions: list[tuple[nn.Module, float]] = []
         self._sizes: list[Tensor] = []
         self._steepest: list[Tensor] = []  # of each elementwise layer, the largest log-slope in each row
+        self._bends: list[Tensor] = []  # of each elementwise layer, how much rounding changes log-slopes in each row
         self._logs: list[Tensor] = []  # of factors by which other things than matrices amplify errors; read together, at the end
         self._is_bounded = is_bounded
         self._has_rounded: Tensor | bool = False  # a layer so far; known to the device alone if it is a tensor
@@ -38,6 +42,16 @@ class Rounding:
             self._steepest.append(steepest)
             self._note_factor(steepest.max() - log_slopes.detach().min())
         self._has_rounded = True
+
+    def note_bends(self, bends: Callable[[], Tensor], *, is_rounded: bool = False) -> None:
+        """Notes how log-slopes change with relative changes of the input, (N, …): rounding changes the log-density as much.
+
+        is_rounded:  whether the layer rounds its own numbers, so that it matters in the first layer, too.
+        """
+        if self._is_bounded and (is_rounded or self._has_rounded is not False) and (found := bends().detach()).numel():
+            rows = found.abs().flatten(1).mean(1)
+            matters = True if is_rounded else self._has_rounded
+            self._bends.append(torch.where(matters, rows, 0.0) if isinstance(matters, Tensor) else rows)
 
     def note_scales(self, log_scales: Tensor, rounds: Tensor | bool = True) -> None:
         """Notes a layer that multiplies by fixed numbers, given their logarithms, and whether it rounds at all."""
@@ -61,14 +75,19 @@ class Rounding:
         if not self._is_bounded:
             return math.inf
         others = float(torch.stack(self._logs).sum()) if self._logs else 0.0
-        return math.prod(condition for _, condition in self.conditions) * math.exp(min(others, 700.0))
+        bends = float(torch.stack(self._bends).max()) if self._bends else 0.0  # these do not amplify each other
+        return math.prod(condition for _, condition in self.conditions) * math.exp(min(others, 700.0)) * max(1.0, bends)
 
-    def sizes(self, x: Tensor, z: Tensor) -> Tensor:
-        """Returns for each row what its rounding error grows with: norms at both ends and at linear layers, and slopes. (K, N)"""
+    def sizes(self, x: Tensor, z: Tensor, context: Tensor | None) -> Tensor:
+        """Returns what the rounding errors of rows grow with, (K, N): norms at both ends and at linear layers, slopes, bends."""
         norms = [*self._sizes, _norms(x), _norms(z)]
+        if context is not None and context.shape[:1] == x.shape[:1] and context.is_floating_point():
+            norms.append(_norms(context).to(x))
         if self._steepest:
             steepness = torch.stack(self._steepest).sum(0).clamp(-80.0, 80.0).exp()
-            norms += [steepness, *(steepness * norm for norm in (*self._sizes, norms[-1]))]
+            norms += [steepness, *(steepness * norm for norm in (*self._sizes, _norms(z)))]
+        if self._bends:
+            norms.append(torch.stack(self._bends).amax(0))
         return torch.stack(norms)
 
     def _note_factor(self, log: Tensor, always: bool = False) -> None:
@@ -97,10 +116,22 @@ def note_slopes(log_slopes: Tensor) -> None:
         rounding.note_slopes(log_slopes)
 
 
-def note_knots(size: float, z: Tensor) -> None:
-    """Notes that an elementwise layer computes z from knots of a size, which are rounded, if an exact evaluation asks for it."""
+def note_knots(size: float, z: Tensor, rises: Callable[[], Tensor], steepest_rise: Callable[[], Tensor]) -> None:
+    """Notes that an elementwise layer computes z from knots of a size, which are rounded, if an exact evaluation asks for it.
+
+    rises:          returns the derivatives of the log-slopes with respect to the input, (N, …).
+    steepest_rise:  returns a bound for them; if it is small, they are not computed, which would take long.
+    """
     if (rounding := current_step().rounding) is not None:
         rounding.note_offset(size, z, is_rounded=True)
+        if size * float(steepest_rise().detach()) > SMOOTH:
+            rounding.note_bends(lambda: size * rises(), is_rounded=True)
+
+
+def note_bends(bends: Callable[[], Tensor]) -> None:
+    """Notes what `bends` returns, (N, …), if an exact evaluation asks for it; see `Rounding.note_bends`."""
+    if (rounding := current_step().rounding) is not None:
+        rounding.note_bends(bends)
 
 
 def note_affine(shift: Tensor, log_scale: Tensor, z: Tensor) -> None:
