@@ -272,3 +272,14 @@ def test_scores_that_cannot_be_verified_are_used_with_a_note(table_run, tmp_path
         result = invoke("score", run, table_run[1])
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (0, before, 1)
     assert f"{run / 'training_scores.npy'}: the run's result holds no digest of this file" in result.stderr
+
+
+def test_the_best_weights_of_another_run_are_not_taken_for_its_own(table_run, tmp_path):
+    """Each file is whole, but the scores and the rest of the run do not belong to these weights."""
+    run = shutil.copytree(table_run[0], tmp_path / "run")
+    ok("fit", table_run[1], "--set", "epochs=2", "--set", "layers=1", "--set", "seed=5", "--run", tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "best.safetensors", run)
+    said = fails("score", run, table_run[1])
+    assert "best.safetensors: expected the weights with the validation NLL in result.json" in said
+    said = fails("train", "--resume", run)
+    assert "best.safetensors: expected the recipe that the run started with, got a different" in said and "optimiser.seed" in said

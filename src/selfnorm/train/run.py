@@ -192,7 +192,9 @@ def _resumed_run(
             source, checkpoint = found
             with located(str(source)):
                 _expect_same_recipe_and_data(checkpoint, recipe, dataset)
-            trainer.best()  # raises if it is damaged: now, not after the training
+            best = trainer.best()  # raises if it is damaged: now, not after the training
+            with located(str(folder.best)):
+                _expect_same_recipe_and_data(best, recipe, dataset)
             with located(str(source)):
                 trainer.resume(checkpoint)
         else:  # it was stopped before its first checkpoint

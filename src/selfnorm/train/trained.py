@@ -158,6 +158,13 @@ class Trained:
         folder.expect_regular_files()
         if self.path.name == folder.best.name and folder.scores.exists():
             result = Result.stored(folder.result)
+            best = self.checkpoint.progress.get("best_nll")
+            if result and best not in (None, result.validation_nll):
+                raise ValueError(
+                    f"{self.path}: expected the weights with the validation NLL in {folder.result.name}, "
+                    f"{result.validation_nll:g}, got others, with {best:g}, to which {folder.scores.name} does not belong; put the "
+                    "run's own file back, or score with a copy of this file outside of the run"
+                )
             return read_scores(folder.scores, result.scores_digest if result else None)
         fresh: NDArray[np.float64] = reference_scores(
             self.flow, self.examples("train"), recipe.evaluation.batch_size, recipe.optimiser.seed
