@@ -164,3 +164,34 @@ def test_an_uncaught_sigterm_ends_a_program_with_its_status():
     code = f"from selfnorm.train.stopping import StoppedError\nraise StoppedError({int(signal.SIGTERM)})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True)
     assert (done.returncode, done.stderr) == (143, b"")
+
+
+def test_an_interrupt_of_the_first_fit_spoils_no_later_one():
+    """Ctrl-C while torch imports what its first optimiser needs left modules that no fit could use."""
+    program = """
+import os, signal, sys
+import numpy as np
+from selfnorm import SelfNormDensity
+
+class InterruptedImport:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch._dynamo.trace_rules":
+            os.kill(os.getpid(), signal.SIGINT)
+
+x = np.random.default_rng(0).normal(size=(60, 2))
+sys.meta_path.insert(0, InterruptedImport())
+try:
+    SelfNormDensity(max_steps=5).fit(x)
+except KeyboardInterrupt:
+    print("interrupted")
+sys.meta_path.pop(0)
+print(SelfNormDensity(max_steps=5).fit(x).score(x) < 0)
+"""
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=120, preexec_fn=interruptible
+    )
+    assert (result.stdout, result.returncode) == ("interrupted\nTrue\n", 0), result.stderr
+
+
+def interruptible():
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -3,11 +3,22 @@
 import sys
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
 
-from selfnorm import Chain, ExactConv2d, Flow, SelfNormLinear, SmoothLeakyReLU, SplineActivation, StandardNormal, TrackedLinear
+from selfnorm import (
+    Chain,
+    ExactConv2d,
+    Flow,
+    SelfNormDensity,
+    SelfNormLinear,
+    SmoothLeakyReLU,
+    SplineActivation,
+    StandardNormal,
+    TrackedLinear,
+)
 from selfnorm.evaluate.likelihood import evaluating, log_likelihoods
 from selfnorm.layers.emerging import AutoregressiveConv2d
 from selfnorm.linalg.blocks import Dense
@@ -180,3 +191,27 @@ def test_the_number_of_cpu_threads_is_each_threads_own():
     before = torch.get_num_threads()
     assert at_once(*[count] * THREADS) == [1] * THREADS
     assert torch.get_num_threads() == before
+
+
+def test_fits_in_threads_are_those_of_one_thread():
+    """They shared torch's random state, and changed it for the rest of the program."""
+    rows = np.random.default_rng(0).normal(size=(100, 3))
+
+    def fitted(found=None):
+        score = SelfNormDensity(max_steps=10, random_state=0).fit(rows).score(rows)
+        return score if found is None else found.append(score)
+
+    alone, before, together = fitted(), torch.get_rng_state(), []
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(3):
+            threads = [threading.Thread(target=fitted, args=(together,)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert together == [alone] * 12
+    assert torch.equal(torch.get_rng_state(), before)

@@ -30,6 +30,7 @@ from selfnorm.kernels.dispatch import usable
 from selfnorm.objective import Fixed, Loss, Metrics
 from selfnorm.runtime.collector import AdamArguments, FactoredGradient, Moments
 from selfnorm.runtime.streams import Branches, branching
+from selfnorm.train.stopping import signals_wait
 
 BETAS, EPS = (0.9, 0.999), 1e-8  # the paper's, and torch's
 
@@ -57,7 +58,9 @@ NOTHING_UNCHECKED = Unchecked(None, ())
 def make_adam(loss: Loss) -> torch.optim.Adam:
     """Returns the paper's Adam, β = (0.9, 0.999), in torch's fused form; the learning rate is set at each step."""
     capturable = next(loss.parameters()).is_cuda
-    return torch.optim.Adam(loss.parameters(), lr=0.0, betas=BETAS, eps=EPS, fused=True, capturable=capturable)
+    # The first optimiser imports much of torch. An interrupt in between would leave modules that no later one can use.
+    with signals_wait():
+        return torch.optim.Adam(loss.parameters(), lr=0.0, betas=BETAS, eps=EPS, fused=True, capturable=capturable)
 
 
 def moments_of(optimizer: torch.optim.Adam, parameter: Tensor) -> Moments:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +14,13 @@ from selfnorm.models import conv_flow, fc_flow, glow
 from selfnorm.objective import GECO, MDMM, Fixed, Loss, Penalty
 from selfnorm.train.recipe import Recipe
 
+_building = threading.Lock()
+
 
 def build_flow(recipe: Recipe, shape: tuple[int, ...], levels: int | None) -> Flow:
     """Returns the recipe's flow for examples of a shape, in float32, initialised from its seed. Keeps torch's random state."""
     chosen = recipe.architecture
-    with torch.random.fork_rng(devices=[]), _single_precision():
+    with _single_precision(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.optimiser.seed)
         if chosen.model == "fc":
             return fc_flow(
@@ -80,10 +83,12 @@ def _given(**options: float | None) -> dict[str, Any]:
 
 @contextmanager
 def _single_precision() -> Iterator[None]:
-    # Independent of the caller's default: a run must be repeatable, and its data is float32.
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    # Independent of the caller's default: a run must be repeatable, and its data is float32. One thread at a time, since the
+    # default and the random state belong to the process.
+    with _building:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)

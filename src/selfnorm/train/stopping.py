@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -82,3 +84,17 @@ class StopRequests:
         """Raises `StoppedError` if a signal has arrived."""
         if self._requested is not None:
             raise StoppedError(self._requested)
+
+    def deliver(self) -> None:
+        """Lets a signal that has arrived have its usual effect."""
+        if self._requested is not None:
+            self._restore()
+            signal.raise_signal(self._requested)
+
+
+@contextmanager
+def signals_wait() -> Iterator[None]:
+    """Context manager at whose end SIGINT and SIGTERM take effect that arrive within it; a second one does so at once."""
+    with StopRequests() as stop:
+        yield
+    stop.deliver()
