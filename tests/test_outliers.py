@@ -151,6 +151,18 @@ def test_dependent_columns_are_looked_for_before_numbers_are_rounded(tmp_path):
     )
 
 
+def test_columns_that_hardly_differ_are_not_called_copies(tmp_path):
+    """Times of a day, and times 20 ms later: their density is finite, but float32 and the flow cannot resolve it."""
+    random = np.random.default_rng(0)
+    sent = np.sort(random.uniform(0, 86400, 1000))
+    file = tmp_path / "t.csv"
+    rows = np.column_stack([sent, sent + random.exponential(0.02, 1000)])
+    np.savetxt(file, rows, "%.17g", ",", header="sent,received", comments="")
+    said = fails("fit", file, *FIT, "--run", tmp_path / "run")
+    assert "column 'received' is nearly 'sent' + 0.0" in said and "unbounded" not in said
+    assert "Their difference is at most a millionth of the spread" in said and "or put that difference in its place" in said
+
+
 def test_the_column_to_drop_is_counted_as_drop_counts(tmp_path):
     rows = table()
     np.save(tmp_path / "t.npy", np.column_stack([np.full(240, 2.0), rows, rows[:, :2].sum(1)]))

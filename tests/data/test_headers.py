@@ -200,6 +200,27 @@ def test_an_empty_cell_in_a_row_is_not_the_name_of_an_index(tmp_path, text):
 
 
 @pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("0,1\n3,1\n2,0\n5,4\n", True),  # two columns of counts, as pandas names them, or a row
+        ("0\n3\n2\n5\n", True),
+        ("2018,2019,2020\n3,1,4\n2,0,1\n5,4,2\n", True),
+        ("2018,2019,2020\n2017,2018,2021\n2019,2020,2019\n", False),  # years among years
+        ("0,1,2\n3,4,5\n6,7,8\n", False),  # goes on in the next lines
+        ("1,7\n3,1\n2,0\n", False),
+        ("7,2\n3,1\n2,0\n", False),
+    ],
+)
+def test_a_first_line_that_is_read_as_a_row_but_may_be_names_is_said(tmp_path, text, says):
+    (tmp_path / "t.csv").write_text(text)
+    first = text.partition("\n")[0].replace(",", ", ")
+    layout = read_values(tmp_path / "t.csv")[1]
+    told = f"the numbers of the first line ({first}) are read as a row: use --header if they are names"
+    assert layout.names == () and (told in layout.notes) == says
+    assert told not in read_values(tmp_path / "t.csv", header=False)[1].notes
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("2001,2002,2005\n0.5,0.25,1.5\n", "2001, 2002, 2005"),

@@ -92,7 +92,7 @@ def as_examples(who: str, array: NDArray[np.generic], form: Form) -> Tensor:
     if array.dtype != np.uint8 or array.ndim > 4:
         raise ValueError(
             f"{who}: expected images as uint8 of shape (N, H, W), (N, C, H, W) or (N, H, W, C), got {array.dtype} of shape "
-            f"{array.shape}; convert images with .astype(np.uint8) and real numbers with .astype(np.float32)"
+            f"{array.shape}; convert images with .astype(np.uint8) and real numbers with .astype(np.float64)"
         )
     if array.ndim == 3:
         array = array[:, None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import re
 import zlib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from selfnorm.data.headers import COMMA_NUMBER, WHOLE, all_quoted, is_header, is_number, may_be_row
+from selfnorm.data.headers import COMMA_NUMBER, WHOLE, all_quoted, is_header, is_number, may_be_header, may_be_row
 from selfnorm.data.labels import listed
 from selfnorm.data.safe_files import STANDARD_INPUT, byte_source, expect_fits_memory
 from selfnorm.runtime.memory import available_memory
@@ -49,6 +50,8 @@ class DelimitedFile:
             lines = _first_lines(path, stream)
             if not lines:
                 raise ValueError(f"{path}: expected at least one row of numbers, got none")
+            if re.fullmatch("sep=.", mark := lines[0].strip()):
+                raise ValueError(f"{path}, line 1: expected names or numbers, got {mark!r}, which is for Excel alone; remove it")
             is_tsv = path.name.lower().removesuffix(".gz").endswith(".tsv")
             self._separator = "\t" if is_tsv else _separator_of([line for line in lines if line.strip()] or lines)
             # A line of tabs alone is a row of empty cells where tabs separate, and blank elsewhere.
@@ -73,6 +76,8 @@ class DelimitedFile:
             if not header and is_header(first, below, quoted=quoted, commas=self._commas):
                 header = numeric_names or not numeric
                 self.guess = _say_guess(cells, header) if numeric and may_be_row(cells, below, self._commas) else ""
+            elif not header and numeric_names and may_be_header(cells, below):
+                self.guess = _say_guess(cells, header)
         if header and not below:
             raise ValueError(f"{path}: expected at least one row of numbers, got none")
         if header and all(len(row) == len(first) + 1 for row in below):

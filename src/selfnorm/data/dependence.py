@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,11 +84,29 @@ def dependent_columns(x: NDArray[np.floating]) -> list[Dependence]:
     return sorted((columns.told(each, float(left)) for each, left in zip(found, residual, strict=True)), key=lambda d: d.column)
 
 
-def dependence_fault(x: NDArray[np.floating], labels: Sequence[str]) -> tuple[str, str]:
-    """Returns which columns depend on which, as words, and the list of those that could be left out; empty if none does."""
+class Told(NamedTuple):
+    """Which columns depend on which, as words, what follows from that, and the list of those that could be left out.
+
+    instead:  what else could be done, after a comma; empty if nothing.
+    """
+
+    dependences: str
+    effect: str
+    columns: str
+    instead: str
+
+
+def dependence_fault(x: NDArray[np.floating], labels: Sequence[str]) -> Told | None:
+    """Returns what to tell of dependent columns; None if there are none."""
     found = dependent_columns(x)
+    if not found:
+        return None
     told = "; ".join(each.described(labels) for each in found[:5]) + ("; …" if len(found) > 5 else "")
-    return told, ", ".join(map(namer(labels), (each.column for each in found)))
+    effect, instead = "likelihood is unbounded", ""
+    if all(each.nearly for each in found):
+        effect = "difference is at most a millionth of the spread, too little to be learned"
+        instead = ", or put that difference in its place"
+    return Told(told, effect, ", ".join(map(namer(labels), (each.column for each in found))), instead)
 
 
 def expect_independent(who: str, x: NDArray[np.floating], labels: Sequence[str], remedy: str) -> None:
@@ -96,11 +115,10 @@ def expect_independent(who: str, x: NDArray[np.floating], labels: Sequence[str],
     labels:  see `Dependence.described`.
     remedy:  what to do with the columns that it lists, such as "leave out {}".
     """
-    told, listed = dependence_fault(x, labels)
-    if told:
+    if told := dependence_fault(x, labels):
         raise ValueError(
-            f"{who}: expected linearly independent columns, got dependent ones in the training rows: {told}. Their "
-            f"likelihood is unbounded: {remedy.format(listed)}"
+            f"{who}: expected linearly independent columns, got dependent ones in the training rows: {told.dependences}. Their "
+            f"{told.effect}: {remedy.format(told.columns)}{told.instead}"
         )
 
 

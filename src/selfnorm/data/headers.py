@@ -87,6 +87,25 @@ def may_be_row(first: Sequence[str], below: Sequence[Sequence[str]], commas: boo
     return all(is_number(cell.strip(), commas) for cell in first[lacks_first:])
 
 
+def may_be_header(first: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
+    """Returns whether a first line that is read as a row may hold names after all, judged like `is_header`, but less strictly.
+
+    That is a line of whole numbers that count from 0, or three or more that rise and lie outside of the values below.
+    """
+    if not all(WHOLE.fullmatch(cell.strip()) and len(cell.strip()) < LONGEST_NAME for cell in first):
+        return False
+    numbers = [int(cell) for cell in first]
+    even = [row for row in below if len(row) == len(first)]
+    rows = [[float(cell) for cell in row] for row in even if all(map(is_number, row))]
+    if not rows or _continues([first, *even]):
+        return False
+    if numbers == list(range(len(numbers))):
+        return True
+    columns = zip(numbers, zip(*rows, strict=True), strict=True)
+    rises = len(numbers) >= 3 and all(after > before for before, after in pairwise(numbers))
+    return rises and all(not min(values) <= number <= max(values) for number, values in columns)
+
+
 def _begins_unnamed(cells: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
     """Returns whether first columns without a name, followed by distinct names, hold something in every row."""
     named = list(dropwhile(is_unnamed, cells))

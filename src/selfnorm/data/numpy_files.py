@@ -99,7 +99,9 @@ def _read_array(path: Path, file: IO[bytes], length: int) -> NDArray[np.generic]
     with _naming_damage(path):
         if size != left:
             raise EOFError(f"{left:,} bytes of values instead of {size:,}")
-    expect_fits_memory(path, 2 * size)  # as much again while it is converted and split
+    # Images are split; numbers are converted to float64, and copied while they are checked and split (measured).
+    is_images = dtype == np.uint8 and len(shape) > 2
+    expect_fits_memory(path, 2 * size if is_images else size + (16 if dtype.kind == "f" else 24) * math.prod(shape))
     with _naming_damage(path):
         array: NDArray[np.generic] = np.empty(shape[::-1] if by_column else shape, dtype)
         room = array.reshape(-1).view(np.uint8).data

@@ -74,8 +74,8 @@ def load_own_examples(
         fitted = prepared.rows[prepared.parts[0]].reshape(len(prepared.parts[0]), -1)
         if table is not None:
             expect_independent(path.name, fitted, labels, "leave out {} (`--drop` of `selfnorm fit`, `drop` in Python)")
-        elif told := dependence_fault(fitted, labels)[0]:
-            notes.append(f"linearly dependent entries: {told}; their likelihood is unbounded, so compare it with care")
+        elif told := dependence_fault(fitted, labels):
+            notes.append(f"linearly dependent entries: {told.dependences}; their {told.effect}, so compare likelihoods with care")
     train, validation, test = map(torch.from_numpy, prepared.split(as_resolved(prepared.rows)))
     columns = table.columns if table is not None else ()
     return with_notes(Dataset(path.resolve().name, train, validation, test, None, columns, table), notes)
