@@ -316,3 +316,31 @@ def test_many_constant_columns_are_listed_briefly():
     rows = np.column_stack([np.random.default_rng(0).normal(size=(200, 2)), np.ones((200, 3000))])
     with pytest.warns(UserWarning, match="training rows of 'x2', 'x3', 'x4', 'x5', 'x6' and 2,995 more: left out"):
         quick(max_steps=5).fit(rows)
+
+
+class Frame:
+    """What a data frame of any library offers: named columns, and itself as an array."""
+
+    def __init__(self, **columns):
+        self.columns, self._held = list(columns), columns
+        self.shape = len(next(iter(columns.values()))), len(columns)
+
+    def __getitem__(self, name):
+        return self._held[name]
+
+    def __len__(self):
+        return self.shape[0]
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(list(zip(*self._held.values(), strict=True)), dtype or object)
+
+
+@pytest.mark.parametrize("bad", ["x", math.nan, math.inf, None])
+def test_an_error_names_the_columns_of_a_frame(bad):
+    good = [float(row) for row in range(30)]
+    frame = Frame(good=good, late=[*good[:20], bad, *good[:9]])
+    with pytest.raises(ValueError, match=r"SelfNormDensity: expected finite numbers, got others in 'late'$"):
+        SelfNormDensity(max_steps=2).fit(frame)
+    fitted = SelfNormDensity(max_steps=2).fit(np.random.default_rng(0).normal(size=(30, 2)))
+    with pytest.raises(ValueError, match=r"got others in 'late'$"):
+        fitted.score_samples(frame)

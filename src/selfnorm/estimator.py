@@ -108,7 +108,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         """Learns the density of the rows of X, and returns the estimator."""
         if hasattr(self, "flow_"):
             del self.flow_  # if this fit ends early, its columns must not be paired with the flow of an earlier one
-        table = validate_data(self, X, dtype=FLOATS, ensure_min_samples=3)
+        table = self._validated(X, ensure_min_samples=3)
         for name, value in (("contamination", self.contamination), ("validation_fraction", self.validation_fraction)):
             if not isinstance(value, Real) or not 0 < value <= 0.5:
                 raise ValueError(f"SelfNormDensity: expected {name} in (0, 0.5], got {value!r}")
@@ -139,7 +139,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
     def score_samples(self, X: ArrayLike) -> Floats:
         """Returns the exact log-likelihood of each row, in nats."""
         check_is_fitted(self)
-        return self._log_prob(validate_data(self, X, dtype=FLOATS, reset=False))
+        return self._log_prob(self._validated(X, reset=False))
 
     def score(self, X: ArrayLike, y: object = None) -> float:
         """Returns the mean log-likelihood of the rows; higher is better, as cross-validation expects."""
@@ -164,6 +164,16 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         rows[:, self.constant_columns_] = self.constant_values_
         rows[:, self._varying()] = drawn
         return rows
+
+    def _validated(self, X: ArrayLike, **options: Any) -> NDArray[np.floating]:
+        """Returns X as an array of finite numbers; an error names the columns of a data frame that are none."""
+        try:
+            table: NDArray[np.floating] = validate_data(self, X, dtype=FLOATS, **options)
+            return table
+        except (ValueError, TypeError) as error:
+            if not (wrong := _columns_without_numbers(X)):
+                raise
+            raise ValueError(f"{error}\nSelfNormDensity: expected finite numbers, got others in {listed(wrong)}") from None
 
     def _log_prob(self, table: NDArray[np.floating]) -> Floats:
         # torch.tensor copies: the rows may be a read-only memory map, which torch does not accept.
@@ -258,3 +268,16 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
             )
         self.validation_nll_, self.n_steps_ = best.progress["best_nll"], trainer.progress.step
         return best.flow().double()
+
+
+def _columns_without_numbers(X: Any) -> list[str]:
+    """Returns the names of a data frame's columns that hold anything else than finite numbers; empty for other data."""
+    wrong = []
+    for name in getattr(X, "columns", ()):
+        try:
+            is_finite = bool(np.isfinite(np.asarray(X[name], np.float64)).all())
+        except (ValueError, TypeError):
+            is_finite = False
+        if not is_finite:
+            wrong.append(repr(str(name)))
+    return wrong
