@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from selfnorm import accurate
 from selfnorm.bench.floor import Ceilings
 from selfnorm.kernels.dispatch import used_on
 from selfnorm.report.provenance import provenance
@@ -133,3 +134,12 @@ def brief(monkeypatch):
     monkeypatch.setattr("selfnorm.cli.bench._effort", lambda *args, **options: BRIEF)
     monkeypatch.setattr("selfnorm.bench.steps.measure_ceilings", lambda device, seconds, in_bf16: Ceilings(1e9, 1e9, in_bf16))
     monkeypatch.setattr("selfnorm.bench.steps.BULK", 3)
+
+
+@pytest.fixture
+def evaluations(monkeypatch):
+    """Lists the flows that were evaluated in float64."""
+    calls = []
+    original = accurate.in_float64
+    monkeypatch.setattr(accurate, "in_float64", lambda module: calls.append(module) or original(module))
+    return calls

@@ -16,7 +16,6 @@ from selfnorm import (
     SmoothLeakyReLU,
     SplineActivation,
     StandardNormal,
-    accurate,
 )
 from selfnorm.layers.activation import Logit
 from selfnorm.layers.emerging import AutoregressiveConv2d
@@ -26,15 +25,6 @@ from support.precision import FLOAT32, assert_exact, conditioned, with_weights
 
 def rotation(rows):
     return torch.linalg.qr(torch.randn(rows, rows))[0]
-
-
-@pytest.fixture
-def evaluations(monkeypatch):
-    """Lists the flows that were evaluated in float64."""
-    calls = []
-    original = accurate.in_float64
-    monkeypatch.setattr(accurate, "in_float64", lambda module: calls.append(module) or original(module))
-    return calls
 
 
 @pytest.mark.parametrize("kind", [SelfNormLinear, LULinear])

@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from selfnorm import Flow
+from selfnorm import Chain, Flow, SelfNormLinear
 
 FLOAT32 = torch.float32
 
@@ -43,3 +43,20 @@ def assert_exact(flow, x, context=None):
 def typical(flow, rows, n=100):
     """Draws of the flow's own density: x is as large as W⁻¹ makes it."""
     return oracle(flow).decode(torch.randn(n, rows), "exact").detach().float()
+
+
+def aligned(condition, layers):
+    """A flow whose layers stretch the same directions, so that their condition numbers multiply."""
+    turned = torch.linalg.qr(torch.randn(4, 4))[0]
+    weight = turned @ torch.logspace(0, 1, 4, base=condition).diag() @ turned.mT
+    flow = with_weights(Chain(*(SelfNormLinear(4) for _ in range(layers))), *[weight] * layers)
+    for layer in flow.bijection:
+        nn.init.zeros_(layer.bias)
+    return flow
+
+
+def shaken(layer, scale=1.0):
+    """The layer, with noise added to its weight."""
+    with torch.no_grad():
+        layer.weight.add_(scale * torch.randn_like(layer.weight))
+    return layer
