@@ -15,6 +15,7 @@ ORDER = [
     "kernels",
     "bijection",
     "accurate",
+    "base",
     "flow",
     "layers",
     "models",
@@ -33,7 +34,7 @@ ORDER = [
 EXEMPT = {"__init__", "__main__"}
 # Names that several modules may define, with the reason why.
 SAME_NAMES: dict[str, str] = {}
-NO_CUDA = ("accurate", "bijection", "flow", "models", "objective", "penalties", "estimator", "runtime.context")
+NO_CUDA = ("accurate", "base", "bijection", "flow", "models", "objective", "penalties", "estimator", "runtime.context")
 
 
 def modules():

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from selfnorm.base import StandardNormal
     from selfnorm.bijection import Bijection, Chain, Surrogate
     from selfnorm.estimator import SelfNormDensity
     from selfnorm.evaluate.sampler import Sampler
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from selfnorm.layers.spline import SplineActivation
     from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
     from selfnorm.linalg.factors import SingularWeightError
-    from selfnorm.runtime.base_distribution import StandardNormal
     from selfnorm.train.checkpoint import load
 
 __version__ = "0.1.0"
@@ -64,6 +64,7 @@ __all__ = [
 
 # Imported on first use: torch takes seconds, in which the command could not even be interrupted properly.
 _NAMES = {
+    "selfnorm.base": ("StandardNormal",),
     "selfnorm.bijection": ("Bijection", "Chain", "Surrogate"),
     "selfnorm.estimator": ("SelfNormDensity",),
     "selfnorm.evaluate.sampler": ("Sampler",),
@@ -82,7 +83,6 @@ _NAMES = {
     "selfnorm.layers.spline": ("SplineActivation",),
     "selfnorm.layers.tracked": ("TrackedConv2d", "TrackedLinear"),
     "selfnorm.linalg.factors": ("SingularWeightError",),
-    "selfnorm.runtime.base_distribution": ("StandardNormal",),
     "selfnorm.train.checkpoint": ("load",),
 }
 _PLACES = {name: module for module, names in _NAMES.items() for name in names}

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from selfnorm.accurate import Compared, forward_accurately, inverse_accurately
+from selfnorm.base import BaseDistribution, StandardNormal
 from selfnorm.bijection import Bijection, Chain, InversePlan, InverseTracker, PlannedInverse, Surrogate
 from selfnorm.linalg.iterations import MAX_REFINEMENTS
 from selfnorm.linalg.wide import in_float64
 from selfnorm.runtime.autograd import is_transformed, is_vectorised
-from selfnorm.runtime.base_distribution import BaseDistribution, StandardNormal
 from selfnorm.runtime.checks import describe, expect_finite, expect_float
 from selfnorm.runtime.context import current_step
 from selfnorm.runtime.marks import TensorMark, marks_of, unchanged

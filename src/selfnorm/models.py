@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from selfnorm.base import StandardNormal
 from selfnorm.bijection import Bijection, Chain
 from selfnorm.flow import Flow
 from selfnorm.layers.activation import Logit, SmoothLeakyReLU
@@ -25,7 +26,6 @@ from selfnorm.layers.selfnorm import SelfNormConv2d, SelfNormLinear
 from selfnorm.layers.spline import SplineActivation
 from selfnorm.layers.tracked import TrackedConv2d, TrackedLinear
 from selfnorm.runtime.aliases import accepts_old_names
-from selfnorm.runtime.base_distribution import StandardNormal
 from selfnorm.runtime.checks import event_shape, positive_int
 
 Size = int | Sequence[int]

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from selfnorm.base import StandardNormal
 from selfnorm.bijection import Chain
 from selfnorm.flow import Flow
 from selfnorm.kernels.dispatch import usable
 from selfnorm.linalg.learned import LearnedInverse, is_learned_inverse
 from selfnorm.penalties import GECO, MDMM, Fixed, Penalty
-from selfnorm.runtime.base_distribution import StandardNormal
 from selfnorm.runtime.checks import expect_batch, whole_number
 from selfnorm.runtime.context import step_context
 
