@@ -104,7 +104,7 @@ def describe_outliers(found: Sequence[Outlier], total: int, labels: Sequence[str
     they, them = ("it lies", "it") if len(found) == 1 else ("they lie", "them")
     return (
         f"{len(found)} of {total} rows set aside, neither trained nor tested on, because {they} far from all others: "
-        f"{_listed(found, labels)}; rows are numbered from 0, as `score` numbers them; keep {them} with {overrule}"
+        f"{_rows_described(found, labels)}; rows are numbered from 0, as `score` numbers them; keep {them} with {overrule}"
     )
 
 
@@ -114,11 +114,11 @@ def describe_crowd(found: Sequence[Outlier], total: int, labels: Sequence[str]) 
         return ""
     return (
         f"more rows far from all others than can be set aside: {len(found)} of {total} are trained on, at the expense of the "
-        f"rest: {_listed(found, labels)}; if they are errors, or codes for missing values, correct or remove them"
+        f"rest: {_rows_described(found, labels)}; if they are errors, or codes for missing values, correct or remove them"
     )
 
 
-def _listed(found: Sequence[Outlier], labels: Sequence[str]) -> str:
+def _rows_described(found: Sequence[Outlier], labels: Sequence[str]) -> str:
     shown = [
         f"row {each.row} ({namer(labels)(each.entry)} is {each.value:.4g}, others are in "
         f"[{each.usual[0]:.4g}, {each.usual[1]:.4g}])"
