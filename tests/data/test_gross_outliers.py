@@ -159,7 +159,7 @@ def test_more_rows_than_can_be_set_aside_are_told(tmp_path, rows):
     table[:rows] *= 1e6
     np.save(tmp_path / "t.npy", table)
     (told,) = load_dataset(str(tmp_path / "t.npy")).notes
-    assert told.startswith(f"more rows far from all others than can be set aside: {rows} of 2000 are trained on, at the expense")
+    assert told.startswith(f"more rows far from all others than can be set aside: {rows} of 2000 stay in, at the expense")
     assert "row 0 (column " in told
     assert load_dataset(str(tmp_path / "t.npy"), set_outliers_aside=False).notes == ()
 
@@ -171,7 +171,7 @@ def test_codes_for_missing_values_of_which_some_stay_are_told(tmp_path):
     np.save(tmp_path / "t.npy", table)
     aside, told = load_dataset(str(tmp_path / "t.npy")).notes
     assert aside.startswith("20 of 2000 rows set aside")
-    assert told.startswith(f"more rows far from all others than can be set aside: {len(coded) - 20} of 2000 are trained on")
+    assert told.startswith(f"more rows far from all others than can be set aside: {len(coded) - 20} of 2000 stay in")
     first = int(told.partition("row ")[2].partition(" ")[0])
     assert first in coded and f"row {first} (" not in aside, "rows are numbered as in the file"
 

@@ -113,7 +113,7 @@ def describe_crowd(found: Sequence[Outlier], total: int, labels: Sequence[str]) 
     if not found:
         return ""
     return (
-        f"more rows far from all others than can be set aside: {len(found)} of {total} are trained on, at the expense of the "
+        f"more rows far from all others than can be set aside: {len(found)} of {total} stay in, at the expense of the "
         f"rest: {_rows_described(found, labels)}; if they are errors, or codes for missing values, correct or remove them"
     )
 
