@@ -167,6 +167,18 @@ def test_a_larger_context_is_compared_again():
         assert_exact(flow, x, size * context)
 
 
+def test_contexts_of_any_shape_may_follow_each_other():
+    """For each row, for all rows, one number a row, none: what was compared with one must not be confused with another."""
+    flow = Flow(Cancelling())
+    x = torch.randn(40, 2, dtype=FLOAT32)
+    shapes = ((1, 2), (40, 2), (2,), (40, 1), ())
+    for shape in (*shapes, *shapes[::-1]):
+        for size in (1.0, 1e6):
+            assert_exact(flow, x, size * torch.randn(shape, dtype=FLOAT32))
+    square = torch.randn(2, 2, dtype=FLOAT32)
+    assert_exact(flow, square, torch.randn(2, dtype=FLOAT32))  # as long as there are rows
+
+
 def test_rows_that_are_extreme_in_one_way_do_not_hide_those_that_are_in_another():
     """Sixteen rows far in the tails took all places among those that are compared with float64."""
     spline, linear = SplineActivation(1, bins=3, bound=10.0), ExactLinear(1)

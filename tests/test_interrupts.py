@@ -17,7 +17,7 @@ from selfnorm.train.checkpoint import load
 from selfnorm.train.experiments import find_recipe
 from selfnorm.train.loop import Trainer
 from selfnorm.train.run import start_run
-from selfnorm.train.stopping import StoppedError
+from selfnorm.train.stopping import StoppedError, signals_wait
 
 ROWS = np.exp(np.random.default_rng(0).normal(size=(200, 2)))
 
@@ -161,7 +161,7 @@ def test_the_kinds_of_stops(number, kind):
 
 
 def test_an_uncaught_sigterm_ends_a_program_with_its_status():
-    code = f"from selfnorm.train.stopping import StoppedError\nraise StoppedError({int(signal.SIGTERM)})"
+    code = f"from selfnorm.train.stopping import StoppedError, signals_wait\nraise StoppedError({int(signal.SIGTERM)})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True)
     assert (done.returncode, done.stderr) == (143, b"")
 
@@ -195,3 +195,20 @@ print(SelfNormDensity(max_steps=5).fit(x).score(x) < 0)
 
 def interruptible():
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_a_signal_that_waits_is_not_lost():
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    reached = []
+    try:
+        with pytest.raises(KeyboardInterrupt), signals_wait():
+            signal.raise_signal(signal.SIGINT)
+            reached.append("end")
+        with pytest.raises(KeyboardInterrupt), signals_wait():
+            signal.raise_signal(signal.SIGINT)
+            raise RuntimeError("of something else")
+        with signals_wait():
+            pass
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert reached == ["end"]

@@ -1,5 +1,7 @@
 """Flows that several threads use at once give what one thread gets."""
 
+import multiprocessing
+import os
 import sys
 import threading
 
@@ -26,6 +28,9 @@ from selfnorm.linalg.factors import ExactFactors
 from selfnorm.runtime.context import current_step
 from selfnorm.runtime.precision import convolutions_in_tf32, full_float32, networks_in_bf16, precision, products_in_tf32
 from selfnorm.runtime.threads import cpu_threads
+from selfnorm.train import build
+from selfnorm.train.build import build_flow
+from selfnorm.train.experiments import find_recipe
 
 THREADS = 8
 CALLS = {
@@ -215,3 +220,16 @@ def test_fits_in_threads_are_those_of_one_thread():
         sys.setswitchinterval(interval)
     assert together == [alone] * 12
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_process_forked_while_a_thread_builds_can_build():
+    with build._building:
+        child = multiprocessing.get_context("fork").Process(
+            target=build_flow, args=(find_recipe("digits-fc-snf"), (1, 8, 8), 17), daemon=True
+        )
+        child.start()
+        child.join(timeout=60)
+    assert child.exitcode == 0
+    child.kill()

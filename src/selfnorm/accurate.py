@@ -37,7 +37,6 @@ LARGEST_CONDITION = {torch.float32: 1e8, torch.float64: 1e12}
 PROMISED_ERROR = 1e-3  # nats a dimension
 EPS, ROUNDINGS = torch.finfo(torch.float64).eps, 4096  # so many, so that their effect stands out from rounding itself
 IN_FORWARD, IN_INVERSE = 5, 4  # how many calls a warning is below the one of a method of Flow
-IN_FORWARD, IN_INVERSE = 5, 4  # how far above a warning the call of a method of Flow is
 
 
 class Compared(NamedTuple):
@@ -54,7 +53,9 @@ class Compared(NamedTuple):
     sizes: Tensor | None = None
 
     def holds_for(self, sizes: Tensor) -> bool:
-        return self.float64 or (self.sizes is not None and bool((sizes <= LARGER * self.sizes).all()))
+        if self.float64 or self.sizes is None:
+            return self.float64
+        return sizes.shape == self.sizes.shape and bool((sizes <= LARGER * self.sizes).all())
 
 
 def forward_accurately(

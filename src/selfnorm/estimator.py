@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from numbers import Real
 from typing import Any, Self
 
@@ -213,7 +214,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
             )
         for told in (
             describe_outliers(prepared.outliers, len(table), labels, "set_outliers_aside=False"),
-            describe_crowd(prepared.crowd, len(table), labels),
+            describe_crowd(prepared.crowd, len(table), labels, "set_outliers_aside=False"),
         ):
             if told:
                 warnings.warn(f"SelfNormDensity: {told}", stacklevel=3)
@@ -272,8 +273,10 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
 
 def _columns_without_numbers(X: Any) -> list[str]:
     """Returns the names of a data frame's columns that hold anything else than finite numbers; empty for other data."""
-    wrong = []
-    for name in getattr(X, "columns", ()):
+    columns, wrong = getattr(X, "columns", ()), []
+    for name in columns if isinstance(columns, Iterable) else ():
+        if not isinstance(name, str | int):  # of a library whose columns are no names
+            return []
         try:
             is_finite = bool(np.isfinite(np.asarray(X[name], np.float64)).all())
         except (ValueError, TypeError):

@@ -195,7 +195,7 @@ def test_an_index_before_names_that_are_numbers_is_skipped(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".csv", ".npy"])
 @pytest.mark.parametrize("place", [0, 1, 2])
-@pytest.mark.parametrize("layout", [TableLayout(("a", "b"), 2), TableLayout((), 2), LAYOUT])
+@pytest.mark.parametrize("layout", [TableLayout(("a", "b"), 2), TableLayout((), 2)])
 def test_identifiers_are_taken_out_of_a_file_without_names(tmp_path, layout, place, suffix):
     columns = [*VALUES.T.tolist()]
     columns.insert(place, list(range(100, 140)))
@@ -206,6 +206,28 @@ def test_identifiers_are_taken_out_of_a_file_without_names(tmp_path, layout, pla
     assert [float(text) for text in found.carried[f"column {place + 1}"]] == columns[place]
 
 
+@pytest.mark.parametrize("given", [None, "1", "2", "3", "4", "5"])
+def test_a_file_with_the_columns_of_the_training_data_is_read_as_they_are(tmp_path, given):
+    """Whatever identifies its rows: without that column, the others would fit the data as well."""
+    columns = np.column_stack([np.arange(40), VALUES[:, 0], np.full(40, 7.5), VALUES[:, 1], np.arange(40)])
+    np.save(tmp_path / "t.npy", columns)
+    found = matched(tmp_path / "t.npy", ids=[given] if given else [])
+    np.testing.assert_array_equal(found.values, VALUES)
+    assert found.differs == [""] * 40 and len(found.carried) == bool(given)
+    dropped = TableLayout((), 3, ((1, "dropped"),))
+    np.save(tmp_path / "t.npy", columns[:, 1:4])
+    if given in ("1", "2", "3"):
+        np.testing.assert_array_equal(matched(tmp_path / "t.npy", dropped, ids=[given]).values, VALUES)
+
+
+@pytest.mark.parametrize("given", ["1", "2", "3"])
+def test_a_column_that_may_be_data_or_not_is_refused(tmp_path, given):
+    """Three columns may be those of samples, or an identifier beside the two of the data."""
+    np.save(tmp_path / "t.npy", np.column_stack([VALUES, np.arange(40)]))
+    with pytest.raises(ValueError, match=rf"t\.npy: expected names .* got none, and column {given} may be data or only identify"):
+        matched(tmp_path / "t.npy", ids=[given])
+
+
 def test_text_that_identifies_rows_of_a_file_without_names_is_taken_out_if_asked(tmp_path):
     path = write(tmp_path / "t.csv", "", [f"id{row}" for row in range(40)], *VALUES.T)
     with pytest.raises(ValueError, match=r"t\.csv, line 2, column 1: .* got 'id0'; use --id 1 if it only identifies the rows"):
@@ -213,12 +235,18 @@ def test_text_that_identifies_rows_of_a_file_without_names_is_taken_out_if_asked
     found = matched(path, TableLayout(("a", "b"), 2), ids=["1"])
     np.testing.assert_array_equal(found.values, VALUES)
     assert found.carried["column 1"][:2] == ["id0", "id1"]
+    named = write(tmp_path / "n.csv", "who is it,x,y", [f"id{row}" for row in range(40)], *VALUES.T)
+    with pytest.raises(ValueError, match=r"got 'id0'; use --id 'who is it' if it only identifies the rows"):
+        matched(named, TableLayout((), 2))
+    np.testing.assert_array_equal(matched(named, TableLayout((), 2), ids=["who is it"]).values, VALUES)
 
 
 @pytest.mark.parametrize("layout", [TableLayout(("a", "b"), 2), TableLayout((), 2)])
 def test_an_index_is_not_read_in_the_place_of_a_missing_column(tmp_path, layout):
     path = write(tmp_path / "t.csv", ",0", range(2), [0.5, 1.5])
-    with pytest.raises(ValueError, match=r"t\.csv: expected 2 columns of data, .*, got column 1, '0'; column 1 has no name"):
+    with pytest.raises(
+        ValueError, match=r"t\.csv: expected 2 columns of data, .*, got column 1, '0'; column 1 has no name, as an index has none"
+    ):
         matched(path, layout)
     kept = TableLayout(("", "b"), 2)  # the training data had such a column
     assert matched(path, kept).values.tolist() == [[0, 0.5], [1, 1.5]]

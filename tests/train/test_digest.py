@@ -18,6 +18,7 @@ import selfnorm
 from selfnorm.train import digest as digests
 from selfnorm.train.checkpoint import Checkpoint, UnverifiedCheckpointWarning, read_checkpoint, save_checkpoint
 from selfnorm.train.counters import RunProgress
+from selfnorm.train.loop import Trainer
 from selfnorm.train.run import resume_run, start_run
 from selfnorm.train.starts import DamagedCheckpointWarning
 from selfnorm.train.stopping import StoppedError
@@ -283,3 +284,20 @@ def test_the_best_weights_of_another_run_are_not_taken_for_its_own(table_run, tm
     assert "best.safetensors: expected the weights with the validation NLL in result.json" in said
     said = fails("train", "--resume", run)
     assert "best.safetensors: expected the recipe that the run started with, got a different" in said and "optimiser.seed" in said
+
+
+def test_the_result_is_that_of_the_best_weights_on_disk(tmp_path, monkeypatch):
+    """A kill between the two checkpoints leaves a best one that is newer than the last, and later validations may be worse."""
+    run = stopped_run(tmp_path / "stopped")
+    ended = shutil.copytree(run, tmp_path / "ended")
+    expected = resume_run(ended)
+    shutil.copy(ended / "best.safetensors", run)
+    likelihood = Trainer._likelihood
+
+    def worse(*args):
+        found = likelihood(*args)
+        return replace(found, nll=found.nll + 15)
+
+    monkeypatch.setattr(Trainer, "_likelihood", worse)
+    result = resume_run(run)
+    assert (result.validation_nll, result.best_epoch) == (expected.validation_nll, expected.best_epoch)

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -241,15 +242,28 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_nothing(tmp_path):
         while True:
             save_checkpoint(folder.last, checkpoint)
 
+    left = []
     for _ in range(20):
-        child = FORK.Process(target=save_for_ever)
+        child = FORK.Process(target=save_for_ever, daemon=True)
         child.start()
-        while child.is_alive():
-            if len(folder.partial_files()) > 1 or list(folder.path.glob(".tmp*")):
-                child.kill()
+        until = time.monotonic() + 5
+        while time.monotonic() < until and not list(folder.path.glob(".tmp*")):
+            pass
+        child.kill()
         child.join()
         if left := list(folder.path.glob(".tmp*")):
             break
     with folder.locked():
         folder.remove_partial_files()
     assert {path.name for path in folder.path.iterdir()} <= {path.name for path in folder.own_files()}, left
+    if not left:
+        pytest.skip("this version of safetensors leaves nothing of its own")
+
+
+def test_only_what_safetensors_may_have_left_is_removed(tmp_path):
+    folder = RunFolder(tmp_path)
+    for name in (".tmpAbC123", ".tmp-notes", ".tmpnote", ".tmpAbC1234", ".tmpAbC12"):
+        (tmp_path / name).touch()
+    (tmp_path / ".tmpfolder").mkdir()
+    folder.remove_partial_files()
+    assert {path.name for path in tmp_path.iterdir()} == {".tmp-notes", ".tmpnote", ".tmpAbC1234", ".tmpAbC12", ".tmpfolder"}

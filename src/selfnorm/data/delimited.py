@@ -50,7 +50,7 @@ class DelimitedFile:
             lines = _first_lines(path, stream)
             if not lines:
                 raise ValueError(f"{path}: expected at least one row of numbers, got none")
-            if re.fullmatch("sep=.", mark := lines[0].strip()):
+            if re.fullmatch('"?sep=."?', mark := lines[0].strip("\r\n")):
                 raise ValueError(f"{path}, line 1: expected names or numbers, got {mark!r}, which is for Excel alone; remove it")
             is_tsv = path.name.lower().removesuffix(".gz").endswith(".tsv")
             self._separator = "\t" if is_tsv else _separator_of([line for line in lines if line.strip()] or lines)

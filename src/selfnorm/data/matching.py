@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from selfnorm.data.arrays import is_image_path, open_examples
 from selfnorm.data.delimited import DelimitedFile, TextError
 from selfnorm.data.headers import is_unnamed
 from selfnorm.data.images import image_files
-from selfnorm.data.labels import MOST_LISTED, listed, positions_named
+from selfnorm.data.labels import MOST_LISTED, listed, positions_named, value_naming
 from selfnorm.data.layout import NARROW, TableLayout
 from selfnorm.data.tables import ArrayTable, Table
 from selfnorm.runtime.escapes import in_utf8
@@ -70,7 +71,7 @@ def _matched(path: Path, table: Table, layout: TableLayout, ids: Sequence[str]) 
     only_digits = bool(named) and all(map(str.isdigit, named))  # as pandas gives them
     by_name = bool(table.names and layout.names) and not (only_digits and not any(map(str.isdigit, layout.names)))
     identifying = [_position_of_id(path, table, name) for name in ids]
-    places = _places_by_name(path, table, layout) if by_name else _places_by_position(table, layout, identifying)
+    places = _places_by_name(path, table, layout) if by_name else _places_beside(path, table, layout, identifying)
     if not places:
         _expect_other_width(path, table, layout)
         return MatchedRows(_all_numbers(table, layout))
@@ -113,25 +114,39 @@ def _places_by_name(path: Path, table: Table, layout: TableLayout) -> dict[int, 
     return places
 
 
-def _places_by_position(table: Table, layout: TableLayout, ids: Collection[int]) -> dict[int, int]:
-    """Returns the same for a file without names: it has all columns, or those of samples, or only the data.
+def _places_beside(path: Path, table: Table, layout: TableLayout, ids: Collection[int]) -> dict[int, int]:
+    """Returns the same for a file without names that has the columns `ids` beside those of the data, or among them.
 
-    There may be columns `ids` beside them, at any place; if that does not fit, these are among them.
-    Any of them may follow first columns without a name, such as an index. Such a column is only read as one of the training data
-    if that had no name either, while others had. Empty if the columns do not fit.
+    Raises ValueError if both are possible, unless the file has exactly the columns of the training data.
+    """
+    whole = range(table.width)
+    among, beside = (_places_by_position(table, layout, each) for each in (whole, [each for each in whole if each not in ids]))
+    if among and beside and among != beside and table.width != layout.width:
+        unsure = _list([f"column {place + 1}" for place in ids])
+        raise ValueError(
+            f"{path}: expected names of the columns, got none, and {unsure} may be data or only identify the rows; add a header, "
+            "or remove what is no data"
+        )
+    return among if table.width == layout.width else beside or among
+
+
+def _places_by_position(table: Table, layout: TableLayout, among: Sequence[int]) -> dict[int, int]:
+    """Returns where in a file without names each column of the layout is, among some columns of the file.
+
+    They are all columns, or those of samples, or only the data. Any of them may follow first columns without a name, such as an
+    index. Such a column is only read as one of the training data if that had no name either, while others had. Empty if the
+    columns do not fit.
     """
     choices = (tuple(range(layout.width)), layout.written, layout.used)
     unnamed = len(list(takewhile(is_unnamed, table.names)))
     tried = [(positions, start) for start in dict.fromkeys((0, unnamed)) for positions in choices]
     wanted = set(layout.written)
     named = {position for position in wanted if not (layout.names and is_unnamed(layout.names[position]))}
-    others = [place for place in range(table.width) if place not in ids]
-    for places in (others, range(table.width)):
-        for positions, start in tried:
-            data = dict(zip(positions, places[start:], strict=False))
-            is_index_data = any(place < unnamed and position in named for position, place in data.items())
-            if len(positions) + start == len(places) and not is_index_data:
-                return {position: place for position, place in data.items() if position in wanted}
+    for positions, start in tried:
+        data = dict(zip(positions, among[start:], strict=False))
+        is_index_data = any(place < unnamed and position in named for position, place in data.items())
+        if len(positions) + start == len(among) and not is_index_data:
+            return {position: place for position, place in data.items() if position in wanted}
     return {}
 
 
@@ -143,7 +158,7 @@ def _all_numbers(table: Table, layout: TableLayout) -> NDArray[Any]:
         texts = table.texts_among(range(table.width))
         if table.width - len(texts) != len(layout.used):
             raise
-        options = " ".join(f"--id {position + 1}" for position in texts)
+        options = " ".join(f"--id {shlex.quote(value_naming(table.names, position))}" for position in texts)
         what = "it only identifies" if len(texts) == 1 else "they only identify"
         raise ValueError(f"{error}; use {options} if {what} the rows") from None
 
@@ -151,10 +166,13 @@ def _all_numbers(table: Table, layout: TableLayout) -> NDArray[Any]:
 def _expect_other_width(path: Path, table: Table, layout: TableLayout) -> None:
     """Raises ValueError if a file whose columns do not fit has as many as the data; the caller refuses other numbers."""
     if table.width == len(layout.used):
-        unnamed = _list([f"column {place + 1}" for place, name in enumerate(table.names) if is_unnamed(name)])
+        unnamed = [place for place, name in enumerate(table.names) if is_unnamed(name)]
+        which = "column 1 has no name, as an index has none: name it if it is data"
+        if len(unnamed) > 1:
+            which = f"the first {len(unnamed)} columns have no names, as indices have none: name them if they are data"
         raise ValueError(
             f"{path}: expected {table.width} columns of data, {_list(_called(layout.names, layout.used))}, got "
-            f"{_list(_called(table.names, range(table.width)))}; {unnamed} has no name, as an index: name it if it is data"
+            f"{_list(_called(table.names, range(table.width)))}; {which}"
         )
 
 

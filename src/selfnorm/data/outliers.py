@@ -39,19 +39,24 @@ def gross_outliers(x: NDArray[np.floating]) -> list[Outlier]:
 
     See `_far_rows`. Cost: O(N·D).
     """
-    return _far_rows(x, max(int(LARGEST_PART * len(x)), min(FEW, len(x) // LEAST_ROWS)))
+    most = max(int(LARGEST_PART * len(x)), min(FEW, len(x) // LEAST_ROWS))
+    found, entry, excess = _far_rows(x, most)
+    return _described(x, np.sort(found[np.argsort(-excess, kind="stable")][:most]), entry)
 
 
 def crowd_of_outliers(x: NDArray[np.floating]) -> list[Outlier]:
-    """Returns the rows of x, (N, D), that would be gross outliers if there were not so many of them: at most 5 % of the rows.
+    """Returns the rows of x, (N, D), that would be gross outliers if there were not so many of them, up to about 5 % of the rows.
 
     Codes for missing values, such as -999, are often such a crowd. Cost: O(N·D).
     """
-    return _far_rows(x, int(CROWD_PART * len(x)))
+    found, entry, _ = _far_rows(x, int(CROWD_PART * len(x)))
+    return _described(x, found, entry)
 
 
-def _far_rows(x: NDArray[np.floating], most: int) -> list[Outlier]:
-    """Returns the rows of x, (N, D), that are far from all others, at most so many of them.
+def _far_rows(x: NDArray[np.floating], most: int) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats]:
+    """Returns the rows of x, (N, D), that are far from all others, the most unusual entry of all rows, and how far these are.
+
+    most:  the number of rows in each column that are not counted as others.
 
     The tail of each column is extrapolated as a power law from its largest values without as many of the outermost. A row is a
     gross outlier if it lies several times beyond the place where the largest of N values is expected, or beyond the largest of
@@ -61,7 +66,7 @@ def _far_rows(x: NDArray[np.floating], most: int) -> list[Outlier]:
     """
     total = len(x)
     if total < LEAST_ROWS or not x.shape[1] or not most:
-        return []
+        return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0)
     width = int((x != x[:1]).any(0).sum())  # constant columns are left out later, and must not matter
     powers: list[float] = []
     excess, entry, length = np.zeros(total), np.zeros(total, np.int64), np.zeros(total)
@@ -89,8 +94,7 @@ def _far_rows(x: NDArray[np.floating], most: int) -> list[Outlier]:
         limit = _limit(tail, _beyond(heaviest, FACTOR_ROWS / total * unsure), 1, np.inf)
         excess = np.maximum(excess, length / limit)
     found = np.flatnonzero(excess > 1)
-    found = np.sort(found[np.argsort(-excess[found], kind="stable")][:most])
-    return [_described(x, int(row), int(entry[row]), found) for row in found]
+    return found, entry, excess[found]
 
 
 def describe_outliers(found: Sequence[Outlier], total: int, labels: Sequence[str], overrule: str) -> str:
@@ -108,13 +112,17 @@ def describe_outliers(found: Sequence[Outlier], total: int, labels: Sequence[str
     )
 
 
-def describe_crowd(found: Sequence[Outlier], total: int, labels: Sequence[str]) -> str:
-    """Returns one line about rows that are too many to be set aside; see `describe_outliers`."""
+def describe_crowd(found: Sequence[Outlier], total: int, labels: Sequence[str], overrule: str) -> str:
+    """Returns one line about rows that are too many to be set aside; see `describe_outliers`.
+
+    overrule:  how to leave out this line.
+    """
     if not found:
         return ""
     return (
         f"more rows far from all others than can be set aside: {len(found)} of {total} stay in, at the expense of the "
-        f"rest: {_rows_described(found, labels)}; if they are errors, or codes for missing values, correct or remove them"
+        f"rest: {_rows_described(found, labels)}; rows are numbered from 0; if they are errors, or codes for missing values, "
+        f"correct or remove them; if they belong to the data, {overrule} leaves out this note"
     )
 
 
@@ -202,6 +210,12 @@ def _beyond(power: Floats, unsure: Floats | float) -> Floats:
     return beyond
 
 
-def _described(x: NDArray[np.floating], row: int, entry: int, found: NDArray[np.int64]) -> Outlier:
-    others = np.delete(x[:, entry], found)
-    return Outlier(row, entry, float(x[row, entry]), (float(others.min()), float(others.max())))
+def _described(x: NDArray[np.floating], found: NDArray[np.int64], entry: NDArray[np.int64]) -> list[Outlier]:
+    """Returns the rows that were found, given the most unusual entry of each row of x."""
+    others = np.ones(len(x), bool)
+    others[found] = False
+    usual: dict[int, tuple[float, float]] = {}
+    for index in map(int, np.unique(entry[found])):
+        values = x[others, index]
+        usual[index] = float(values.min()), float(values.max())
+    return [Outlier(int(row), int(entry[row]), float(x[row, entry[row]]), usual[int(entry[row])]) for row in found]

@@ -63,7 +63,7 @@ def load_own_examples(
     called = table.short_labels if table else labels
     notes = [
         describe_outliers(prepared.outliers, prepared.total, called, KEEP_ROWS),
-        describe_crowd(prepared.crowd, prepared.total, called),
+        describe_crowd(prepared.crowd, prepared.total, called, KEEP_ROWS),
     ]
     if table is not None:
         table = _without_constants(path, table, prepared)

@@ -81,8 +81,12 @@ class Rounding:
     def sizes(self, x: Tensor, z: Tensor, context: Tensor | None) -> Tensor:
         """Returns what the rounding errors of rows grow with, (K, N): norms at both ends and at linear layers, slopes, bends."""
         norms = [*self._sizes, _norms(x), _norms(z)]
-        if context is not None and context.shape[:1] == x.shape[:1] and context.is_floating_point():
-            norms.append(_norms(context).to(x))
+        if context is None or not context.is_floating_point():
+            norms.append(torch.zeros_like(norms[0]))
+        elif context.shape[:1] == x.shape[:1]:
+            norms.append(_norms(context.reshape(len(x), -1)).to(x))
+        else:  # one for all rows
+            norms.append(torch.linalg.vector_norm(context.detach()).to(x).expand(len(x)))
         if self._steepest:
             steepness = torch.stack(self._steepest).sum(0).clamp(-80.0, 80.0).exp()
             norms += [steepness, *(steepness * norm for norm in (*self._sizes, _norms(z)))]

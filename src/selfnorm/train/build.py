@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,16 @@ from selfnorm.objective import GECO, MDMM, Fixed, Loss, Penalty
 from selfnorm.train.recipe import Recipe
 
 _building = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """Makes a new lock in a process that was forked, where nobody would ever release the old one."""
+    global _building
+    _building = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def build_flow(recipe: Recipe, shape: tuple[int, ...], levels: int | None) -> Flow:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TextIO
@@ -13,7 +14,8 @@ from selfnorm.train.recipe import Recipe
 from selfnorm.train.records import parse_records
 from selfnorm.train.settings import checked_toml, from_toml
 
-SAFETENSORS_TEMPORARY = ".tmp??????"  # what safetensors itself writes to, beside the temporary file that it is asked to write
+# What safetensors itself writes to, beside the temporary file that it is asked to write.
+SAFETENSORS_TEMPORARY = re.compile(r"\.tmp[0-9A-Za-z]{6}")
 
 
 class RunFolder:
@@ -52,10 +54,10 @@ class RunFolder:
         """
         is_there = self.recipe.exists()
         if self._had_recipe and not is_there:
-            raise ValueError(
-                f"{self.path}: expected the files of the run to stay while it is trained, got a folder without "
-                f"{self.recipe.name}; remove what is left of it, and start the run again"
-            )
+            got = "no folder any more; if it was moved, resume it there"
+            if self.path.exists():
+                got = f"a folder without {self.recipe.name}; remove what is left of it, and start the run again"
+            raise ValueError(f"{self.path}: expected the files of the run to stay while it is trained, got {got}")
         self._had_recipe = is_there
 
     def own_files(self) -> list[Path]:
@@ -71,8 +73,9 @@ class RunFolder:
     def partial_files(self) -> set[Path]:
         """Returns the temporary files that a killed process left while writing files of this run."""
         wholes = (self.recipe, self.best, self.last, self.scores, self.samples, self.curves, self.result)
-        names = (*(temporary_name(whole, "*") for whole in wholes), SAFETENSORS_TEMPORARY)
-        return {path for name in names for path in self.path.glob(name)}
+        found = {path for whole in wholes for path in self.path.glob(temporary_name(whole, "*"))}
+        found |= {path for path in self.path.glob(".tmp*") if SAFETENSORS_TEMPORARY.fullmatch(path.name)}
+        return {path for path in found if path.is_file()}
 
     def remove_partial_files(self) -> None:
         """Removes the partial files; call it only while the run is locked."""

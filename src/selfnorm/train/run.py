@@ -282,8 +282,8 @@ def _finish_run(trainer: Trainer, memory: PeakMemory | None) -> Result:
         result = Result(
             recipe=recipe.name,
             test=test,
-            validation_nll=progress.best_nll,
-            best_epoch=progress.best_step // trainer.batches.steps_per_epoch,
+            validation_nll=best.progress["best_nll"],  # of the weights that are evaluated here
+            best_epoch=best.progress["best_step"] // trainer.batches.steps_per_epoch,
             epochs=trainer.epoch,
             seconds=progress.seconds,
             step_seconds=_step_seconds(records),

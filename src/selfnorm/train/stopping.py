@@ -95,6 +95,9 @@ class StopRequests:
 @contextmanager
 def signals_wait() -> Iterator[None]:
     """Context manager at whose end SIGINT and SIGTERM take effect that arrive within it; a second one does so at once."""
-    with StopRequests() as stop:
-        yield
-    stop.deliver()
+    stop = StopRequests()
+    try:
+        with stop:
+            yield
+    finally:
+        stop.deliver()

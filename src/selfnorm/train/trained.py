@@ -163,7 +163,7 @@ class Trained:
                 raise ValueError(
                     f"{self.path}: expected the weights with the validation NLL in {folder.result.name}, "
                     f"{result.validation_nll:g}, got others, with {best:g}, to which {folder.scores.name} does not belong; put "
-                    "the run's own file back, or score with a copy of this file outside of the run"
+                    f"the run's own file back, or continue the run with `selfnorm train --resume {folder.path}`"
                 )
             return read_scores(folder.scores, result.scores_digest if result else None)
         fresh: NDArray[np.float64] = reference_scores(
