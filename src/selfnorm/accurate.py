@@ -26,8 +26,8 @@ from selfnorm.runtime.rounding import Rounding
 # Up to this growth the likelihoods of single matrices of 4 to 300 rows were off by at most 6e-5 nats a dimension in float32, at
 # data of unit variance; the error grows in proportion to it and to ‖z‖²/D.
 FLOAT32_GROWTH = 1e3
-# For a chain the growth is a pessimistic bound. Above FLOAT32_GROWTH, the rows that are largest at some layer, or that lie where
-# elementwise layers are steepest, are compared with float64. Rounding errors grow with the rows and with these slopes.
+# For a chain the growth is a pessimistic bound. Above FLOAT32_GROWTH, some rows are compared with float64; see `_largest_rows`.
+# Rounding errors grow with the rows and their context, and with the slopes and bends of elementwise layers.
 COMPARED_ROWS = 16  # at most; fewer show nothing of other rows
 FLOAT32_ERROR = 3e-5  # nats a dimension, to which they must agree
 LARGER = 2.0  # times as large or as steep as these, other rows are taken to be right as well; errors grow with its square
@@ -203,11 +203,7 @@ def _largest_rows(sizes: Tensor) -> Tensor:
     largest = relative[most_uneven].topk(few, dim=1).indices.mT.flatten()
     typical = torch.arange(few // 4, device=sizes.device) * total // (few // 4)
     candidates = torch.cat([typical, largest])
-    rows, place = candidates.unique(return_inverse=True)
-    first = torch.full_like(rows, len(candidates)).scatter_reduce(
-        0, place, torch.arange(len(candidates), device=rows.device), "amin"
-    )
-    return rows[first.argsort()[:few]]
+    return torch.tensor(list(dict.fromkeys(candidates.tolist()))[:few], device=sizes.device)
 
 
 def _rows_of(context: Tensor | None, x: Tensor, rows: Tensor) -> Tensor | None:
