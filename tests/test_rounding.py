@@ -1,5 +1,7 @@
 """What else than ill-conditioned weights makes float32 lose digits: shifts that cancel, steep and large curves, odd parts."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -20,6 +22,7 @@ from selfnorm import (
 from selfnorm.layers.activation import Logit
 from selfnorm.layers.emerging import AutoregressiveConv2d
 from selfnorm.models import fc_flow
+from selfnorm.runtime.rounding import Rounding
 from support.precision import FLOAT32, assert_exact, conditioned, with_weights
 
 
@@ -194,3 +197,10 @@ def test_weights_may_be_assigned_while_the_default_device_is_meta():
         flow.load_state_dict(expected.state_dict(), assign=True)
     x = torch.randn(3, 2, 4, 4)
     assert_close(flow.encode(x), expected.encode(x))
+
+
+@pytest.mark.parametrize("unknown", [math.nan, math.inf])
+def test_a_bend_that_cannot_be_computed_counts_as_infinite(unknown):
+    rounding = Rounding()
+    rounding.note_bends(lambda: torch.tensor([[1.0, 2.0], [unknown, 0.0]]), is_rounded=True)
+    assert rounding.growth() == math.inf

@@ -272,7 +272,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
 
 
 def _columns_without_numbers(X: Any) -> list[str]:
-    """Returns the names of a data frame's columns that hold anything else than finite numbers; empty for other data."""
+    """Returns the names of a data frame's columns that hold anything but finite numbers; empty for other data."""
     columns, wrong = getattr(X, "columns", ()), []
     for name in columns if isinstance(columns, Iterable) else ():
         if not isinstance(name, str | int):  # of a library whose columns are no names

@@ -95,7 +95,7 @@ def test_numbers_without_a_header_and_with_decimal_commas_are_no_header(tmp_path
         ("n,m,a\nx,y,1\nu,v,2\n", r"column 1 \(n\): .* got 'x'; leave columns 'n', 'm' out with --drop n --drop m"),
         ("x y,1\nu v,2\n3,4\n", r"line 1, column 1: .* got 'x y'; leave that column out with --drop 1"),
         ("my n,a\nx,1\nu,2\n", r"got 'x'; leave that column out with --drop 'my n'"),
-        ("sep=;\na;b\n1;2\n", r"line 1: expected names or numbers, got 'sep=;', which is for Excel alone; remove it"),
+        ("sep=;\na;b\n1;2\n", r"line 1: expected names or numbers, got 'sep=;', a mark for Excel; remove it"),
         ("x,1\ny,2\n", r"line 1, column 1: expected a number, .*got 'x'; leave that column out with --drop 1"),
     ],
 )

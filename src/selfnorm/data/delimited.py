@@ -51,7 +51,7 @@ class DelimitedFile:
             if not lines:
                 raise ValueError(f"{path}: expected at least one row of numbers, got none")
             if re.fullmatch('"?sep=."?', mark := lines[0].strip("\r\n")):
-                raise ValueError(f"{path}, line 1: expected names or numbers, got {mark!r}, which is for Excel alone; remove it")
+                raise ValueError(f"{path}, line 1: expected names or numbers, got {mark!r}, a mark for Excel; remove it")
             is_tsv = path.name.lower().removesuffix(".gz").endswith(".tsv")
             self._separator = "\t" if is_tsv else _separator_of([line for line in lines if line.strip()] or lines)
             # A line of tabs alone is a row of empty cells where tabs separate, and blank elsewhere.

@@ -97,7 +97,7 @@ class Told(NamedTuple):
 
 
 def dependence_fault(x: NDArray[np.floating], labels: Sequence[str]) -> Told | None:
-    """Returns what to tell of dependent columns; None if there are none."""
+    """Returns what to say about dependent columns; None if there are none."""
     found = dependent_columns(x)
     if not found:
         return None

@@ -125,7 +125,7 @@ def _places_beside(path: Path, table: Table, layout: TableLayout, ids: Collectio
         unsure = _list([f"column {place + 1}" for place in ids])
         raise ValueError(
             f"{path}: expected names of the columns, got none, and {unsure} may be data or only identify the rows; add a header, "
-            "or remove what is no data"
+            "or remove the columns that are not data"
         )
     return among if table.width == layout.width else beside or among
 

@@ -49,7 +49,7 @@ class Rounding:
         is_rounded:  whether the layer rounds its own numbers, so that it matters in the first layer, too.
         """
         if self._is_bounded and (is_rounded or self._has_rounded is not False) and (found := bends().detach()).numel():
-            rows = found.abs().flatten(1).mean(1)
+            rows = found.abs().flatten(1).mean(1).nan_to_num(math.inf, math.inf)
             matters = True if is_rounded else self._has_rounded
             self._bends.append(torch.where(matters, rows, 0.0) if isinstance(matters, Tensor) else rows)
 
