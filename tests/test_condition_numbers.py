@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.testing import assert_close
 
 from selfnorm import (
@@ -15,6 +17,7 @@ from selfnorm import (
     ExactLinear,
     Flatten,
     Flow,
+    Logit,
     LULinear,
     SelfNormConv2d,
     SelfNormLinear,
@@ -214,14 +217,81 @@ def test_autocast_does_not_round_what_float32_cannot_hold():
         assert torch.equal(flow.log_prob(x), expected)
 
 
-def test_transforms_stay_in_float32(evaluations):
-    flow = with_weights(SelfNormLinear(4), conditioned(4, 1e5))
-    x = torch.randn(20, 4, dtype=FLOAT32)
-    gradient = torch.func.grad(lambda x: flow.log_prob(x).sum())(x)
-    assert evaluations == [] and gradient.dtype == FLOAT32
-    leaf = x.clone().requires_grad_()
-    flow.log_prob(leaf).sum().backward()
-    assert_close(gradient, leaf.grad, rtol=1e-3, atol=1e-3 * leaf.grad.abs().max().item())
+def in_forward_mode(flow, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(flow.log_prob(forward_ad.make_dual(x, torch.ones_like(x)))).primal
+
+
+TRANSFORMS = {
+    "vmap": lambda flow, x: vmap(lambda row: flow.log_prob(row[None])[0])(x),
+    "vjp": lambda flow, x: vjp(flow.log_prob, x)[0],
+    "jvp": lambda flow, x: jvp(flow.log_prob, (x,), (torch.ones_like(x),))[0],
+    "forward mode": in_forward_mode,
+    "weights": lambda flow, x: vjp(lambda *values: with_parameters(LogProb(flow), values)(x), *flow.parameters())[0],
+}
+
+
+def with_parameters(module, values):
+    names = dict(module.named_parameters())
+    return lambda x: functional_call(module, dict(zip(names, values, strict=True)), x)
+
+
+class LogProb(torch.nn.Module):
+    def __init__(self, flow):
+        super().__init__()
+        self.flow = flow
+
+    def forward(self, x):
+        return self.flow.log_prob(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # from torch, on its first forward-mode derivative
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_likelihoods_are_exact_under_transforms(transform):
+    flow = with_weights(Chain(SelfNormLinear(4), SmoothLeakyReLU(), SelfNormLinear(4)), conditioned(4, 3), conditioned(4, 1e8))
+    x = typical(flow, 4)
+    found = TRANSFORMS[transform](flow, x)
+    assert found.dtype == FLOAT32
+    assert_close(found.double(), oracle(flow).log_prob(x.double()), rtol=1e-6, atol=4e-3)
+
+
+def test_gradients_are_exact_under_transforms():
+    flow = with_weights(SelfNormLinear(4), conditioned(4, 1e8))
+    x = typical(flow, 4)
+    gradient = grad(lambda x: flow.log_prob(x).sum())(x)
+    wide = oracle(flow)
+    exact = grad(lambda x: wide.log_prob(x).sum())(x.double())
+    assert gradient.dtype == FLOAT32
+    assert_close(gradient.double(), exact, rtol=1e-5, atol=1e-5 * exact.abs().max().item())
+    z = torch.randn(20, 4, dtype=FLOAT32)
+    decoded = vmap(lambda row: flow.decode(row[None], "exact")[0])(z)
+    assert_close(decoded.double(), oracle(flow).decode(z.double(), "exact"), rtol=1e-6, atol=1e-30)
+
+
+def test_an_error_under_a_transform_is_the_layers_own():
+    with pytest.raises(ValueError, match="Logit.*expected values in"):
+        grad(lambda x: Flow(Logit()).log_prob(x).sum())(torch.full((2, 3), 2.0, dtype=FLOAT32))
+
+
+@pytest.mark.parametrize("far", [1e19, 1e20, 1e25])
+@pytest.mark.parametrize("place", [0, 30])
+def test_a_far_row_does_not_change_the_others(far, place):
+    """In float32 the square of its norm overflows."""
+    flow = with_weights(SelfNormLinear(4), conditioned(4, 1e7))
+    x = typical(flow, 4, 30)
+    with_far = torch.cat([x[:place], torch.full((1, 4), far, dtype=FLOAT32), x[place:]])
+    others = [row for row in range(31) if row != place]
+    assert_close(flow.log_prob(with_far)[others], flow.log_prob(x), rtol=1e-6, atol=1e-4)
+    assert_close(flow.encode(with_far)[others], flow.encode(x), rtol=1e-6, atol=1e-6)
+
+
+def test_a_far_row_is_not_taken_for_a_proof_that_others_are_right():
+    layers = [SelfNormLinear(12) for _ in range(8)]
+    flow = with_weights(Chain(*layers), *(conditioned(12, 20) for _ in layers))
+    x = typical(flow, 12, 30)
+    expected = oracle(flow).log_prob(x.double())
+    flow.log_prob(torch.cat([x, 1e25 * x[:1]]))
+    assert_close(flow.log_prob(x).double(), expected, rtol=1e-6, atol=12e-3)
 
 
 def test_a_known_condition_is_not_taken_for_that_of_a_weight_on_another_device():

@@ -21,7 +21,7 @@ from selfnorm.runtime.autograd import is_transformed
 from selfnorm.runtime.checks import describe
 from selfnorm.runtime.context import step_context
 from selfnorm.runtime.modules import all_modules
-from selfnorm.runtime.rounding import Rounding
+from selfnorm.runtime.rounding import Rounding, norms
 
 # Up to this growth the likelihoods of single matrices of 4 to 300 rows were off by at most 6e-5 nats a dimension in float32, at
 # data of unit variance; the error grows in proportion to it and to ‖z‖²/D.
@@ -75,12 +75,14 @@ def forward_accurately(
     log_base:  the log-density of z in its own precision; None stands for the standard normal's. Of a base of the user's own
                nothing is known, so its rows are compared at each call.
     """
-    if is_transformed() or not x.numel():
+    if is_transformed():
+        return *_forward_in_transform(who, bijection, x, context, log_base), last
+    if not x.numel():
         return *bijection(x, context=context), last
     rounding = Rounding(all(each.notes_rounding for each in all_modules(bijection) if isinstance(each, Bijection)))
     with step_context(rounding=rounding):
         z, log_det = bijection(x, context=context)
-    square = float(torch.linalg.vector_norm(z.detach().flatten(1), dim=1).max()) ** 2 / z[0].numel()
+    square = float(norms(z).max()) ** 2 / z[0].numel()
     bounded = rounding.growth() * max(1.0, square) <= FLOAT32_GROWTH
     if (bounded and log_base is None) or not math.isfinite(square):
         return z, log_det, last
@@ -120,8 +122,17 @@ def inverse_accurately(who: str, bijection: Bijection, z: Tensor, context: Tenso
 
     A warning that starts with `who` says so if that fails, or if a layer magnifies the rounding of x itself too much.
     """
-    if z.dtype != torch.float32 or is_transformed() or not z.numel():
+    if z.dtype != torch.float32 or not z.numel():
         return bijection.inverse(z, context=context)[0]
+    if is_transformed():
+        try:
+            return _inverse_in_float64(bijection, z, context)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, ValueError) as error:
+            x = bijection.inverse(z, context=context)[0]  # raises again what has nothing to do with float64
+            _warn_of_float32(who, error, IN_INVERSE)
+            return x
     rounding = Rounding()
     with step_context(rounding=rounding):
         x = bijection.inverse(z, context=context)[0]
@@ -129,13 +140,36 @@ def inverse_accurately(who: str, bijection: Bijection, z: Tensor, context: Tenso
     if rounding.growth() <= FLOAT32_GROWTH:
         return x
     try:
-        with torch.autocast(z.device.type, enabled=False):
-            return in_float64(bijection).inverse(to_float64(z), context=widened(context))[0].to(z)
+        return _inverse_in_float64(bijection, z, context)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError, ValueError) as error:
         _warn_of_float32(who, error, IN_INVERSE)
         return x
+
+
+def _forward_in_transform(
+    who: str, bijection: Bijection, x: Tensor, context: Tensor | None, log_base: Callable[[Tensor], Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Returns z and log|det ∂z/∂x|, in float64 also of float32: under transforms of torch.func there are no numbers to judge by."""
+    if x.dtype != torch.float32 or not x.numel():
+        return bijection(x, context=context)
+    try:
+        wide = _forward_in_float64(bijection, x, context)
+        if log_base is not None:
+            log_base(wide[0][:1])
+        return wide
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, ValueError) as error:
+        narrow = bijection(x, context=context)  # raises again what has nothing to do with float64
+        _warn_of_float32(who, error, IN_FORWARD + 1)
+        return narrow
+
+
+def _inverse_in_float64(bijection: Bijection, z: Tensor, context: Tensor | None) -> Tensor:
+    with torch.autocast(z.device.type, enabled=False):
+        return in_float64(bijection).inverse(to_float64(z), context=widened(context))[0].to(z)
 
 
 def _forward_in_float64(bijection: Bijection, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -278,7 +278,8 @@ def _columns_without_numbers(X: Any) -> list[str]:
         if not isinstance(name, str | int):  # of a library whose columns are no names
             return []
         try:
-            is_finite = bool(np.isfinite(np.asarray(X[name], np.float64)).all())
+            column = np.asarray(X[name])
+            is_finite = column.dtype.kind not in "mM" and bool(np.isfinite(column.astype(np.float64)).all())
         except (ValueError, TypeError):
             is_finite = False
         if not is_finite:

@@ -99,7 +99,7 @@ def test_times_that_float64_rounds_too_much_are_refused(tmp_path, width, ending)
     else:
         arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         parquet.write_table(arrow.table({"a": values[:, 0], "b": values[:, 1]}), path)
-    with pytest.raises(ValueError, match=r"float64 can tell apart, .*in column .*multiples of 256; subtract a constant first"):
+    with pytest.raises(ValueError, match=r"float64 can tell apart, .*in column .*multiples of 256; subtract a constant before"):
         load_dataset(str(path))
     np.save(tmp_path / "days.npy", values + GENERATOR(0).integers(0, 10**14, (260, 2)))
     assert len(load_dataset(str(tmp_path / "days.npy")).train) == 208

@@ -38,7 +38,8 @@ def read_examples(
     """
     path = Path(path).expanduser()
     values, layout = read_values(path, header, drop, keep)
-    return as_examples(str(path), values, "exact" if exact else "resolved"), layout.columns if layout else ()
+    labels = layout.short_labels if layout else ()
+    return as_examples(str(path), values, "exact" if exact else "resolved", labels), layout.columns if layout else ()
 
 
 def read_values(
@@ -78,16 +79,17 @@ def is_image_path(path: Path) -> bool:
     return path.is_dir() or path.suffix.lower() in IMAGE_SUFFIXES
 
 
-def as_examples(who: str, array: NDArray[np.generic], form: Form) -> Tensor:
+def as_examples(who: str, array: NDArray[np.generic], form: Form, labels: Sequence[str] = ()) -> Tensor:
     """Returns the array as examples: uint8 images if it is uint8 with three or four axes, else real numbers.
 
     form:  of real numbers. "exact": float64. "stored": float32 if that holds every number of the array's type, else float64.
            "resolved": float32 if that resolves the numbers (`as_resolved`), else float64.
+    labels:  what errors call each column.
     """
     if array.ndim == 0 or array.size == 0:
         raise ValueError(f"{who}: expected at least one example, as an array of shape (N, …), got shape {array.shape}")
     if array.ndim < 3 or array.dtype.kind == "f":
-        values = _real(who, array, form)
+        values = _real(who, array, form, labels)
         return torch.from_numpy(values[:, None] if array.ndim == 1 else values)
     if array.dtype != np.uint8 or array.ndim > 4:
         raise ValueError(
@@ -101,11 +103,11 @@ def as_examples(who: str, array: NDArray[np.generic], form: Form) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array))
 
 
-def _real(who: str, array: NDArray[np.generic], form: Form) -> NDArray[np.floating]:
+def _real(who: str, array: NDArray[np.generic], form: Form, labels: Sequence[str]) -> NDArray[np.floating]:
     if not (finite := np.isfinite(array)).all():
         raise _not_finite(who, array, finite)
     if form != "exact":
-        expect_distinguishable(who, array)
+        expect_distinguishable(who, array, labels)
     wide = form == "exact" or (form == "stored" and not np.can_cast(array.dtype, np.float32))
     values = np.ascontiguousarray(array, dtype=np.float64) if wide else as_resolved(array)
     if form != "exact" and values.dtype == np.float64:

@@ -20,6 +20,7 @@ CROWD_PART = 0.05  # of the rows; beyond 1 % they are not set aside, but worth a
 FACTOR, FACTOR_ROWS = 2.5, 600
 TABLES = 100.0  # one clean table in so many with heavy tails, up to Cauchy's, may lose a row
 ALONE = 1e5  # times the value of all other rows, or times 1 if they are smaller; amounts, e.g. of money, are hardly larger
+FEW_VALUES = 5  # that differ from the common one; fewer do not show how far such values reach
 ROUNDING = 1e-6  # relative to a distance; values that differ by less are equal
 BLOCK_VALUES = 1 << 22
 
@@ -155,12 +156,15 @@ class _Tail:
     """The tail of the distances from the centre in each of D columns.
 
     power:     of the tail without the `most` outermost; 2 where too few rows differ from the centre to tell.
+    beside:    (D, most), of the tail below each of the largest; from 0 to 1. Where too few rows differ from the centre, these few
+               tell: if they are as large as each other, none is likely to be far larger.
     expected:  the largest distance if the tail goes on as a power law; infinite beyond Cauchy's, which goes on as none.
     largest:   (D, most + 1), in decreasing order.
     smaller:   (D, most), how many distances are smaller than each of these but the last, and not 0.
     """
 
     power: Floats
+    beside: Floats
     expected: Floats
     largest: Floats
     smaller: NDArray[np.int64]
@@ -183,7 +187,11 @@ def _tail(distance: Floats, most: int) -> _Tail:
     decades = np.log10((total - inner) / (most + 1))
     power = np.minimum(np.where(near > 0, np.log10(far / near) / decades, 2.0), 2.0)
     expected = np.where(power <= 1, far * (most + 1) ** power, np.inf)
-    return _Tail(power, expected, largest, np.count_nonzero(distance, axis=0)[:, None] - np.arange(1, most + 1))
+    smaller = np.count_nonzero(distance, axis=0)[:, None] - np.arange(1, most + 1)
+    least = np.where(distance > 0, distance, np.inf).min(0)[:, None]
+    few = np.log(2 * largest[:, 1:] / least) / np.log(np.maximum(smaller, 1) + 1)
+    few = np.where(smaller >= FEW_VALUES, np.minimum(few, 1.0), 1.0)
+    return _Tail(power, np.where(near[:, None] > 0, np.minimum(power, 1.0)[:, None], few), expected, largest, smaller)
 
 
 def _limit(tail: _Tail, beyond: Floats, width: int, alone: Floats | float) -> Floats:
@@ -195,12 +203,11 @@ def _limit(tail: _Tail, beyond: Floats, width: int, alone: Floats | float) -> Fl
     width:  the number of columns, any of which may have the largest value of a clean table.
     alone:  (D,), where outliers begin if all other rows are at the centre.
     """
-    power = np.minimum(tail.power, 1.0)
-    factor = beyond * width**power
-    chance = (TABLES * width) ** (power[:, None] / np.maximum(tail.smaller, 1))
-    start = np.where(tail.smaller > 0, factor[:, None] * chance * tail.largest[:, 1:], np.reshape(alone, (-1, 1)))
+    chance = (TABLES * width) ** (tail.beside / np.maximum(tail.smaller, 1))
+    gap = beyond[:, None] * width**tail.beside * chance
+    start = np.where(tail.smaller > 0, gap * tail.largest[:, 1:], np.reshape(alone, (-1, 1)))
     after_a_gap = np.where(tail.largest[:, :-1] > start, start, np.inf).min(1)
-    limit: Floats = np.minimum(factor * tail.expected, after_a_gap)
+    limit: Floats = np.minimum(beyond * width ** np.minimum(tail.power, 1.0) * tail.expected, after_a_gap)
     return limit
 
 

@@ -46,7 +46,7 @@ def load_own_examples(
             f"{path}: expected no levels for real numbers, got levels={levels}; only integer images have levels: "
             "an image folder, or a uint8 array of shape (N, H, W), (N, C, H, W) or (N, H, W, C)"
         )
-    examples = as_examples(who, values, "stored")
+    examples = as_examples(who, values, "stored", table.short_labels if table else ())
     if len(examples) < 4:
         raise ValueError(f"{path}: expected at least 4 examples to split into training, validation and test, got {len(examples)}")
     if examples.dtype == torch.uint8:

@@ -41,15 +41,16 @@ def as_resolved(x: NDArray[np.generic]) -> NDArray[np.floating]:
 
 
 def expect_distinguishable(who: str, x: NDArray[np.generic], labels: Sequence[str] = ()) -> None:
-    """Raises ValueError, naming the column, if float64 rounds the numbers of x, (N, …), too much, such as times in nanoseconds.
+    """Raises ValueError, naming the column, if float64 rounds the numbers of x, (N, …), too much.
+
+    Such are times in nanoseconds, and sums that would all be 1 without rounding.
 
     labels:  what to call each column, as in `Dependence.described`.
     """
     if x.dtype.kind not in "iuf" or x.dtype.itemsize < 8 or not x.size:
         return
     flat = x.reshape(len(x), -1)
-    far = np.flatnonzero(np.abs(flat[0].astype(np.float64)) > 2.0**40)  # nearer, a spread of one is resolved
-    for index in far:
+    for index in _hardly_spread(flat):
         column = flat[:, index]
         # The distances from the least are exact also for whole numbers that float64 cannot hold.
         least = column.min()
@@ -59,8 +60,21 @@ def expect_distinguishable(who: str, x: NDArray[np.generic], labels: Sequence[st
         if 0 < spread < step / 2 / LARGEST_ROUNDING:
             raise ValueError(
                 f"{who}: expected numbers that float64 can tell apart, got a spread of {spread:.3g} around {float(least):.6g} in "
-                f"{namer(labels)(int(index))}, where float64 rounds to multiples of {step:.3g}; subtract a constant first"
+                f"{_column(labels, index)}, where float64 rounds to multiples of {step:.3g}; subtract a constant before anything is "
+                "rounded, or leave this out if it varies by rounding alone"
             )
+
+
+def _hardly_spread(x: NDArray[np.generic]) -> list[int]:
+    """Returns the columns of x, (N, D), that float64 may not resolve, and all whose whole numbers it may not hold."""
+    found: list[int] = []
+    width = max(1, (1 << 22) // len(x))
+    for start in range(0, x.shape[1], width):
+        block = x[:, start : start + width].astype(np.float64)
+        centre, spread = centre_and_spread(block)
+        coarse = (spread > 0) & (spread < np.spacing(np.abs(centre)) / LARGEST_ROUNDING)
+        found += (start + np.flatnonzero(coarse | (np.abs(block).max(0) > 2.0**53))).tolist()
+    return found
 
 
 def centre_and_spread(x: NDArray[np.floating]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -105,8 +119,12 @@ def expect_spread(who: str, train: Tensor, labels: Sequence[str], spreads: tuple
         spread = np.array([unit * (column / unit).std(dtype=np.float64) for unit, column in zip(units, flat.T, strict=True)])
         usual = (spread >= spreads[0]) & (spread <= spreads[1])
     for index in np.flatnonzero(~usual & (flat != flat[0]).any(0))[:1]:  # constants are told of elsewhere
-        label = namer(labels)(int(index))
         raise ValueError(
             f"{who}: expected columns with a standard deviation from {spreads[0]:g} to {spreads[1]:g}, got "
-            f"{spread[index]:.2g} in {label if label.startswith('column') else f'column {label}'}; change its unit"
+            f"{spread[index]:.2g} in {_column(labels, int(index))}; change its unit"
         )
+
+
+def _column(labels: Sequence[str], index: int) -> str:
+    label = namer(labels)(index)
+    return label if label.startswith("column") else f"column {label}"

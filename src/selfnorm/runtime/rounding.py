@@ -32,7 +32,7 @@ class Rounding:
     def note(self, layer: nn.Module, condition: float, x: Tensor) -> None:
         """Notes the condition number of a linear layer and its input; NaN, from an overflow, counts as infinite."""
         self.conditions.append((layer, math.inf if math.isnan(condition) else condition))
-        self._sizes.append(_norms(x))
+        self._sizes.append(norms(x))
         self._has_rounded = True
 
     def note_slopes(self, log_slopes: Tensor) -> None:
@@ -80,19 +80,19 @@ class Rounding:
 
     def sizes(self, x: Tensor, z: Tensor, context: Tensor | None) -> Tensor:
         """Returns what the rounding errors of rows grow with, (K, N): norms at both ends and at linear layers, slopes, bends."""
-        norms = [*self._sizes, _norms(x), _norms(z)]
+        sizes = [*self._sizes, norms(x), norms(z)]
         if context is None or not context.is_floating_point():
-            norms.append(torch.zeros_like(norms[0]))
+            sizes.append(torch.zeros_like(sizes[0]))
         elif context.shape[:1] == x.shape[:1]:
-            norms.append(_norms(context.reshape(len(x), -1)).to(x))
+            sizes.append(norms(context.reshape(len(x), -1)))
         else:  # one for all rows
-            norms.append(torch.linalg.vector_norm(context.detach()).to(x).expand(len(x)))
+            sizes.append(norms(context.reshape(1, -1)).expand(len(x)))
         if self._steepest:
             steepness = torch.stack(self._steepest).sum(0).clamp(-80.0, 80.0).exp()
-            norms += [steepness, *(steepness * norm for norm in (*self._sizes, _norms(z)))]
+            sizes += [steepness, *(steepness * size for size in (*self._sizes, norms(z)))]
         if self._bends:
-            norms.append(torch.stack(self._bends).amax(0))
-        return torch.stack(norms)
+            sizes.append(torch.stack(self._bends).amax(0))
+        return torch.stack([size.to(sizes[0]) for size in sizes])
 
     def _note_factor(self, log: Tensor, always: bool = False) -> None:
         """Notes by how much a layer amplifies the errors of the layers before it; `always` if its own errors as well."""
@@ -148,5 +148,7 @@ def note_affine(shift: Tensor, log_scale: Tensor, z: Tensor) -> None:
         rounding.note_scales(log_scale, rounds)
 
 
-def _norms(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x.detach().flatten(1), dim=1)
+def norms(x: Tensor) -> Tensor:
+    """Returns the norms of the rows of x, (N, …), in float64, where the device has it: in float32 those of far rows overflow."""
+    dtype = torch.float32 if x.device.type == "mps" else torch.float64
+    return torch.linalg.vector_norm(x.detach().flatten(1), dim=1, dtype=dtype)
