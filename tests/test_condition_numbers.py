@@ -269,7 +269,7 @@ def test_gradients_are_exact_under_transforms():
 
 
 def test_an_error_under_a_transform_is_the_layers_own():
-    with pytest.raises(ValueError, match="Logit.*expected values in"):
+    with pytest.raises(ValueError, match=r"Logit.*expected values in"):
         grad(lambda x: Flow(Logit()).log_prob(x).sum())(torch.full((2, 3), 2.0, dtype=FLOAT32))
 
 

@@ -344,3 +344,37 @@ def test_an_error_names_the_columns_of_a_frame(bad):
     fitted = SelfNormDensity(max_steps=2).fit(np.random.default_rng(0).normal(size=(30, 2)))
     with pytest.raises(ValueError, match=r"got others in 'late'$"):
         fitted.score_samples(frame)
+
+
+class OfOneType(Frame):
+    """As pandas, refuses to mix numbers and times in an array."""
+
+    def __array__(self, dtype=None, copy=None):
+        return np.stack(list(self._held.values()), 1)
+
+
+@pytest.mark.parametrize("unit", ["M8[D]", "m8[D]"])
+def test_an_error_names_a_column_of_times(unit):
+    frame = OfOneType(good=np.arange(30.0), when=np.arange(30).astype(unit))
+    with pytest.raises(ValueError, match=r"expected finite numbers, got others in 'when'$"):
+        SelfNormDensity(max_steps=2).fit(frame)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda g: g.dirichlet(np.ones(5), 400).sum(1),
+        lambda g: 1 + 1e-15 * g.normal(size=400),
+        lambda g: 1e6 + 1e-9 * g.normal(size=400),
+        lambda g: np.where(g.uniform(size=400) < 0.1, np.nextafter(3.0, 4.0), 3.0),
+    ],
+    ids=["sums", "noise", "offset", "two"],
+)
+def test_a_column_that_varies_by_rounding_alone_is_refused(draw):
+    """Its spike gave each row 35 nats."""
+    generator = np.random.default_rng(0)
+    rows = np.column_stack([generator.normal(size=400), draw(generator)])
+    with pytest.raises(
+        ValueError, match=r"numbers that float64 can tell apart, got a spread .* in column 'x1', .*rounding alone$"
+    ):
+        SelfNormDensity(max_steps=2).fit(rows)

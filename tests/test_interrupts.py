@@ -68,8 +68,35 @@ def test_the_best_flow_is_kept_on_request(interrupted):
     assert kept.validation_nll_ < worse.validation_nll_  # it had learned something
 
 
-def test_before_the_first_validation_there_is_nothing_to_keep(monkeypatch):
+@pytest.fixture
+def interrupted_early(monkeypatch):
+    """Makes a trainer raise SIGINT after its first epoch, before any validation."""
+    original = Trainer._end_epoch
+
+    def end_epoch(self, epoch, rate):
+        original(self, epoch, rate)
+        assert self.progress.best_nll is None
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Trainer, "_end_epoch", end_epoch)
+
+
+def test_the_flow_is_kept_before_the_first_validation(interrupted_early):
+    """It came after 2 % of the steps: of 200,000 steps, the first 4,000 were lost."""
+    with pytest.warns(ConvergenceWarning, match=r"stopped by SIGINT after 1 of 20000 steps, so the best .* after 1 steps"):
+        kept = model(max_steps=20_000, on_interrupt="keep").fit(ROWS)
+    assert kept.n_steps_ == 1 and np.isfinite(kept.validation_nll_) and np.isfinite(kept.score_samples(ROWS)).all()
+
+
+def test_a_second_interrupt_keeps_nothing(interrupted_early, monkeypatch):
     monkeypatch.setattr(Trainer, "_validate", lambda self, stop: (signal.raise_signal(signal.SIGINT), stop.check()))
+    with pytest.raises(KeyboardInterrupt):
+        model(max_steps=20_000, on_interrupt="keep").fit(ROWS)
+
+
+def test_before_the_first_step_there_is_nothing_to_keep(monkeypatch):
+    original = Trainer._loop
+    monkeypatch.setattr(Trainer, "_loop", lambda self, stop: (signal.raise_signal(signal.SIGINT), stop.check(), original)[2])
     with pytest.raises(KeyboardInterrupt):
         model(on_interrupt="keep").fit(ROWS)
 

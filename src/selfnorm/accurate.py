@@ -151,7 +151,7 @@ def inverse_accurately(who: str, bijection: Bijection, z: Tensor, context: Tenso
 def _forward_in_transform(
     who: str, bijection: Bijection, x: Tensor, context: Tensor | None, log_base: Callable[[Tensor], Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns z and log|det ∂z/∂x|, in float64 also of float32: under transforms of torch.func there are no numbers to judge by."""
+    """Returns z and log|det ∂z/∂x|, of float32 in float64: a transform of torch.func shows no numbers to judge by."""
     if x.dtype != torch.float32 or not x.numel():
         return bijection(x, context=context)
     try:

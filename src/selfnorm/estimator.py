@@ -56,7 +56,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
     random_state:           the seed for everything: split, weights, order.
     device:                 where to train; the fitted flow scores on the CPU, in float64.
     on_interrupt:           what Ctrl-C does during training: "raise" a KeyboardInterrupt, or "keep" the best flow so far, with a
-                            ConvergenceWarning. Before the first validation there is none to keep, so both raise.
+                            ConvergenceWarning. Before the first step there is none to keep, so both raise.
 
     Attributes after fit: flow_, a `Flow` of the columns that vary; offset_, the log-likelihood below which a row is an outlier;
     validation_nll_, the best validation NLL in nats, which says little if fewer than 30 rows were held out; n_steps_, the number
@@ -248,8 +248,12 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         try:
             best = trainer.run()
         except StoppedError as stopped:
+            if self.on_interrupt != "keep" or not isinstance(stopped, KeyboardInterrupt):
+                raise
+            if trainer.best().progress["best_nll"] is None:  # there was no validation yet
+                trainer.judge()
             best = trainer.best()
-            if self.on_interrupt != "keep" or not isinstance(stopped, KeyboardInterrupt) or best.progress["best_nll"] is None:
+            if best.progress["best_nll"] is None:
                 raise
             warnings.warn(
                 f"SelfNormDensity: {stopped} after {trainer.progress.step} of {trainer.total} steps, so the best weights so far, "

@@ -210,6 +210,23 @@ def test_going_on_keeps_what_is_finished(copy):
     assert records[-1]["rows"] == json.loads((copy / "comparison.json").read_text())["rows"]
 
 
+def test_a_damaged_result_is_computed_again(copy):
+    path = copy / NAMES[0] / "result.json"
+    before = json.loads(path.read_text())
+    changed = {**before, "test": {**before["test"], "nll": before["test"]["nll"] - 10}}
+    path.write_text(json.dumps(changed))
+    records = [json.loads(line) for line in ok("compare", *NAMES, *SHORT, "--run", copy, "--json").splitlines()]
+    assert json.loads(path.read_text())["test"] == before["test"]
+    assert before["test"]["nll"] in [run["test_nll_nats"] for run in records[-1]["runs"]]
+
+
+def test_weights_of_another_run_are_not_measured_as_this_ones(copy):
+    shutil.copy(copy / NAMES[1] / "best.safetensors", copy / NAMES[0])
+    result = invoke("compare", *NAMES, *SHORT, "--run", copy, "-q")
+    assert result.exit_code == 3
+    assert f"{NAMES[0]}/best.safetensors: expected the weights with the validation NLL in result.json" in result.output
+
+
 def test_a_signal_saves_the_run_under_way_and_says_how_to_go_on(tmp_path):
     folder = tmp_path / "two runs"
     command = [sys.executable, "-m", "selfnorm", "compare", *NAMES, "--set", "epochs=900", "--run", str(folder)]

@@ -127,6 +127,16 @@ def test_an_outlier_is_found_where_few_rows_differ(others, rows, outliers, besid
     assert [each.row for each in gross_outliers(table)] == list(range(outliers))
 
 
+@pytest.mark.parametrize("value", [-999.0, 1500.0])
+@pytest.mark.parametrize(("shape", "ones"), [((1000, 20), 10), ((2000, 100), 40), ((500, 30), 12)])
+def test_an_outlier_among_rare_ones_is_found(value, shape, ones):
+    """It cost the other rows of the first table six nats."""
+    table = np.column_stack([normal(*shape), np.arange(shape[0]) < ones])
+    assert gross_outliers(table) == []
+    table[-1, -1] = value
+    assert [each.row for each in gross_outliers(table)] == [shape[0] - 1]
+
+
 @pytest.mark.parametrize(("rate", "outliers"), [(0.01, 1), (0.01, 200), (0.1, 200), (0.2, 200)])
 def test_an_outlier_is_found_beside_amounts(rate, outliers):
     table = GENERATOR(0).lognormal(size=(20_000, 1)) * (GENERATOR(1).uniform(size=(20_000, 1)) < rate)

@@ -33,12 +33,65 @@ def test_default_names_of_pandas(tmp_path, columns, indexed, values):
     values = values[:, :columns]
     path = write(tmp_path, frame(values, range(columns), range(len(values)) if indexed else None))
     examples, names = read_examples(path)
-    if values.dtype.kind == "i" and columns < 3 and not indexed:
-        # Nothing tells 0,1 above whole numbers from a row of them; then --header decides.
+    if values.dtype.kind == "i" and columns == 1 and not indexed:
+        # So few numbers do not tell 0 above whole numbers from one of them; then --header decides.
         assert names == () and len(examples) == 13
         examples, names = read_examples(path, header=True)
     assert names == tuple(map(str, range(columns)))
     np.testing.assert_array_equal(examples, values.astype(np.float32))
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3])
+@pytest.mark.parametrize("label", [None, "name"])
+def test_default_names_are_told_from_rows_by_how_rare_such_rows_are(tmp_path, columns, label):
+    """pandas writes 0,1 above whole numbers; where 0 and 1 are frequent, nobody can tell."""
+    numbers = np.random.default_rng(1).integers(0, 900, size=(300, columns))
+    labels = [f"s{row}" for row in range(300)] if label else None
+    drop = ["1"] if label else []
+    names = tuple(map(str, range(columns)))
+    path = write(tmp_path, frame(numbers, range(columns), labels, index_name=label))
+    values, layout = read_values(path, drop=["name"] if label else [])
+    assert layout.columns == names and len(values) == 300
+    for few in (numbers % 2, np.sort(numbers, axis=0)):  # frequent, or rising from the first line on
+        path = write(tmp_path, frame(few, range(columns), labels, index_name=label))
+        if columns == 3:
+            assert len(read_values(path, drop=["name"] if label else [])[0]) == 300
+            continue
+        values, layout = read_values(path, drop=drop)
+        assert layout.columns == () and len(values) == 301
+        assert any("are read as a row: use --header if they are names" in note for note in layout.notes)
+
+
+@pytest.mark.parametrize(
+    ("first", "says"),
+    [
+        ("2003,2002,2001", True),
+        ("2001,2002", True),
+        ("0.5,1.0,1.5", True),
+        ("400.0,400.5,401.0", True),
+        ("0.5,1.0,1.75", False),
+        ("5,5", False),  # names differ
+    ],
+)
+def test_a_first_line_unlike_those_below_is_said(tmp_path, first, says):
+    rows = "".join(",".join(map(repr, row)) + "\n" for row in normal_rows(first.count(",") + 1))
+    layout = read_values(write(tmp_path, first + "\n" + rows))[1]
+    told = f"the numbers of the first line ({first.replace(',', ', ')}) are read as a row: use --header if they are names"
+    assert layout.names == () and (told in layout.notes) == says
+
+
+def normal_rows(columns):
+    return np.random.default_rng(2).normal(size=(40, columns)).tolist()
+
+
+@pytest.mark.parametrize(("text", "columns"), [("a,2\n", "a"), ("name,p,50\n", "name")])
+def test_text_in_a_line_that_is_read_as_a_row_is_told_of_the_option(tmp_path, text, columns):
+    rows = "".join(f"{'s' if 'p' in text else ''}{row}" + text.count(",") * f",{row}.5" + "\n" for row in range(10))
+    path = write(tmp_path, text + rows)
+    with pytest.raises(ValueError, match=rf"line 1, column 1: expected .*\(use --header if it holds names\), got '{columns}'"):
+        read_values(path)
+    with pytest.raises(ValueError, match=r"line 1, column 1: expected .*only a header line may contain text"):
+        read_values(path, header=False)
 
 
 @pytest.mark.parametrize(

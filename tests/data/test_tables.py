@@ -60,7 +60,7 @@ def test_names_reach_the_dataset(tmp_path):
         ("1,2\n1e999,3\n", r"line 2, column 1: expected a finite number that float32 can hold, got '1e999'"),
         ("a,b\n1,2\n3\n", r"line 3: expected 2 columns, as in the first line, got 1"),
         ("a,b\n1,2,3\n4,5,6\n", r"line 2: expected 2 columns, .* got 3"),
-        ("a,1\n2,3\n", r"line 1, column 1: expected a number, .*only a header line may contain text.* got 'a'"),
+        ("a,1\n2,3\n", r"line 1, column 1: expected a number, .*read as a row \(use --header if it holds names\), got 'a'"),
         ("1.5;2\n1,5;2\n", r"line 2, column 1: expected a number, with a decimal point.* got '1,5'"),
         ("1,2\n1_0,3\n", r"line 2, column 1: .* got '1_0'"),
         ("1,2\n0x10,3\n", r"line 2, column 1: .* got '0x10'"),

@@ -19,6 +19,7 @@ from selfnorm.train import digest as digests
 from selfnorm.train.checkpoint import Checkpoint, UnverifiedCheckpointWarning, read_checkpoint, save_checkpoint
 from selfnorm.train.counters import RunProgress
 from selfnorm.train.loop import Trainer
+from selfnorm.train.result import Result
 from selfnorm.train.run import resume_run, start_run
 from selfnorm.train.starts import DamagedCheckpointWarning
 from selfnorm.train.stopping import StoppedError
@@ -267,7 +268,7 @@ def test_scores_that_cannot_be_verified_are_used_with_a_note(table_run, tmp_path
         (run / "result.json").unlink()
     else:
         stored = json.loads((run / "result.json").read_text())
-        del stored["scores_digest"]
+        del stored["scores_digest"], stored["digest"]
         (run / "result.json").write_text(json.dumps(stored) if damage == "earlier" else damage)
     with warnings.catch_warnings(action="default"):
         result = invoke("score", run, table_run[1])
@@ -284,6 +285,20 @@ def test_the_best_weights_of_another_run_are_not_taken_for_its_own(table_run, tm
     assert "best.safetensors: expected the weights with the validation NLL in result.json" in said
     said = fails("train", "--resume", run)
     assert "best.safetensors: expected the recipe that the run started with, got a different" in said and "optimiser.seed" in said
+
+
+def test_a_changed_digit_of_a_result_is_noticed(table_run, tmp_path):
+    run = shutil.copytree(table_run[0], tmp_path / "run")
+    path, before = run / "result.json", Result.read(table_run[0] / "result.json")
+    stored = json.loads(path.read_text())
+    changed = {**stored, "test": {**stored["test"], "nll": stored["test"]["nll"] - 10}}
+    path.write_text(json.dumps(changed))
+    with pytest.raises(ValueError, match=r"result.json: expected a run's result, got a missing, damaged .*its digest differs"):
+        Result.read(path)
+    ok("train", "--resume", run, "-q")
+    assert Result.read(path).test == before.test
+    path.write_text(json.dumps({key: value for key, value in stored.items() if key != "digest"}, indent=7))
+    assert Result.read(path) == before, "of an earlier version, without a digest"
 
 
 def test_the_result_is_that_of_the_best_weights_on_disk(tmp_path, monkeypatch):

@@ -36,6 +36,7 @@ def measure_run(run: PlannedRun, device: torch.device) -> ComparedRun:
     """Returns the run with its result, inverse error and time per sample, or with the reason why its folder cannot be read."""
     try:
         result, trained = Result.read(RunFolder(run.path).result), Trained.open(run.path, device)
+        trained.expect_weights_of(result)
     except ValueError as error:
         return ComparedRun(run, failure=str(error))
     generator = generator_for(device, run.recipe.optimiser.seed, "compare")

@@ -23,6 +23,7 @@ from selfnorm.runtime.memory import available_memory
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 LONGEST_LINE = 1 << 26  # characters
+NO_TEXT = "a number, with a decimal point (only a header line may contain text, or a column that is left out)"
 SAMPLE_LINES, SAMPLE_CHARACTERS = 1000, 1 << 20  # by which separator, header and columns of text are judged
 
 
@@ -67,6 +68,7 @@ class DelimitedFile:
         quoted = len(lines) > 1 and '"' not in lines[1] and all_quoted(lines[0], self._separator)
         cells = [cell.strip() for cell in first]
         self.guess = ""
+        is_open = header is None
         if header is None:
             numeric = {cell for cell in cells if is_number(cell, self._commas)}
             header = bool(expected) and set(expected) <= set(cells)
@@ -76,13 +78,14 @@ class DelimitedFile:
             if not header and is_header(first, below, quoted=quoted, commas=self._commas):
                 header = numeric_names or not numeric
                 self.guess = _say_guess(cells, header) if numeric and may_be_row(cells, below, self._commas) else ""
-            elif not header and numeric_names and may_be_header(cells, below):
+            elif not header and numeric_names and may_be_header(cells, below, self._commas):
                 self.guess = _say_guess(cells, header)
         if header and not below:
             raise ValueError(f"{path}: expected at least one row of numbers, got none")
         if header and all(len(row) == len(first) + 1 for row in below):
             raise ValueError(f"{path}{_expected_names(first, below)}")
         self.names: tuple[str, ...] = tuple(cells) if header else ()
+        self._might_have_names = is_open and not header
         self.width = len(first)
         rows = [row for row in (below if header else [first, *below]) if len(row) == self.width]
         self.pairs_of_whole_numbers = not header and self._separator == "," and self.width == 2 and _are_whole_pairs(rows)
@@ -203,7 +206,7 @@ class DelimitedFile:
         needed = set(positions)
         for commas in (True, False) if self._commas else (False,):
             with self._rows() as rows:
-                for line, row in rows:
+                for number, (line, row) in enumerate(rows):
                     where = f"{self.path}, line {line}"
                     if self.width == 1 and COMMA_NUMBER.fullmatch(",".join(row)):
                         return ValueError(f"{where}: {_expected_points(row)}")
@@ -211,6 +214,8 @@ class DelimitedFile:
                         return ValueError(f"{where}: expected {self.width} columns, as in the first line, got {len(row)}")
                     for column, text in enumerate(row):
                         if column in needed and (fault := _expected_instead(text, commas)):
+                            if fault == NO_TEXT and number == 0 and self._might_have_names:
+                                fault = "a number, since this line is read as a row (use --header if it holds names)"
                             name = f" ({self.names[column]})" if self.names and self.names[column] else ""
                             is_text = text.strip() and not is_number(text, commas)
                             return (TextError if is_text else ValueError)(
@@ -342,7 +347,7 @@ def _expected_instead(text: str, commas: bool) -> str:
             return "a number; write 1 and 0 for true and false"
         if len(text.split()) > 1 and all(is_number(part, commas) for part in text.split()):
             return "a number, and commas, semicolons or tabs between columns"
-        return "a number, with a decimal point (only a header line may contain text, or a column that is left out)"
+        return NO_TEXT
     if commas and COMMA_NUMBER.fullmatch(text.strip()):
         text = text.replace(",", ".")
     return "" if abs(float(text)) <= FLOAT32_MAX else "a finite number that float32 can hold"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import dropwhile, pairwise
 
 WHOLE = re.compile(r"[+-]?[0-9]+")
 COMMA_NUMBER = re.compile(r"[+-]?[0-9]+,[0-9]+([eE][+-]?[0-9]+)?")
 UNNAMED = re.compile(r"(Unnamed: [0-9].*|__index_level_[0-9]+__)?")  # as pandas writes, or reads and writes, an index
 LONGEST_NAME = 20  # of a whole number, in characters
+RARE, UNUSUAL = 0.01, 0.05  # chances of a row below which it is rather a line of names, or may be one
 
 
 def is_number(text: str, commas: bool = False) -> bool:
@@ -38,7 +40,8 @@ def is_header(first: Sequence[str], below: Sequence[Sequence[str]], *, quoted: b
     line below does, and a line of quoted cells above lines without quotes, if all its numbers are whole. Other numbers are names
     only if they are whole, rise from column to column, and the values below do not look like a continuation:
 
-    counting from 0:  three columns or more; fewer only above columns of which each is all whole or all not, and one is not.
+    counting from 0:  three columns or more; fewer only above columns of which each is all whole or all not, and one is not, or if
+                      hardly any row below has these numbers.
     otherwise:        three columns or more, above numbers that are all not whole.
     beside text:      two numbers that count, or three that rise, if a number is below the text; or as above.
 
@@ -72,7 +75,9 @@ def is_header(first: Sequence[str], below: Sequence[Sequence[str]], *, quoted: b
     if _continues([cells, *rows]):
         return False
     if counts and numbers[0] == 0:
-        return len(numbers) >= 3 or ({False} in kinds and all(len(kind) == 1 for kind in kinds))
+        is_alike = {False} in kinds and all(len(kind) == 1 for kind in kinds)
+        columns = [[row[index] for row in rows] for index in numeric]
+        return len(numbers) >= 3 or is_alike or _chance(numbers, columns, commas) < RARE
     return len(numbers) >= 3 and all(kind == {False} for kind in kinds)
 
 
@@ -87,23 +92,54 @@ def may_be_row(first: Sequence[str], below: Sequence[Sequence[str]], commas: boo
     return all(is_number(cell.strip(), commas) for cell in first[lacks_first:])
 
 
-def may_be_header(first: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
+def may_be_header(first: Sequence[str], below: Sequence[Sequence[str]], commas: bool = False) -> bool:
     """Returns whether a first line that is read as a row may hold names after all, judged like `is_header`, but less strictly.
 
-    That is a line of whole numbers that count from 0, or three or more that rise and lie outside of the values below.
+    Those are distinct numbers that count from 0, three or more that rise and lie outside of the values below, three or more at
+    equal distances if hardly a row below has such, or whole ones if hardly any number below is. Columns of text do not matter.
     """
-    if not all(WHOLE.fullmatch(cell.strip()) and len(cell.strip()) < LONGEST_NAME for cell in first):
-        return False
-    numbers = [int(cell) for cell in first]
     even = [row for row in below if len(row) == len(first)]
-    rows = [[float(cell) for cell in row] for row in even if all(map(is_number, row))]
-    if not rows or _continues([first, *even]):
+    numeric = [index for index, cell in enumerate(first) if is_number(cell.strip(), commas)]
+    if not numeric or any(len(first[index].strip()) >= LONGEST_NAME for index in numeric) or _continues([first, *even]):
         return False
-    if numbers == list(range(len(numbers))):
+    cells, *lines = [[row[index].strip().replace(",", ".") for index in numeric] for row in (first, *even)]
+    numbers = [float(cell) for cell in cells]
+    rows = [[float(cell) for cell in line] for line in lines if all(map(is_number, line))]
+    if not rows or len(set(numbers)) < len(numbers):
+        return False
+    if numbers == list(range(len(numbers))) and all(map(WHOLE.fullmatch, cells)):
         return True
-    columns = zip(numbers, zip(*rows, strict=True), strict=True)
+    if _is_even(numbers) and _share(map(_is_even, rows)) < UNUSUAL:
+        return True
+    is_whole = [[WHOLE.fullmatch(cell) is not None for cell in line] for line in (cells, *lines)]
+    if all(is_whole[0]) and math.prod(map(_share, zip(*is_whole[1:], strict=True))) < UNUSUAL:
+        return True
+    columns = zip(*rows, strict=True)
     rises = len(numbers) >= 3 and all(after > before for before, after in pairwise(numbers))
-    return rises and all(not min(values) <= number <= max(values) for number, values in columns)
+    return rises and all(not min(values) <= number <= max(values) for number, values in zip(numbers, columns, strict=True))
+
+
+def _is_even(numbers: Sequence[float]) -> bool:
+    """Returns whether three numbers or more rise or fall by equal steps."""
+    steps = [after - before for before, after in pairwise(numbers)]
+    return len(steps) >= 2 and steps[0] != 0 and all(math.isclose(step, steps[0], rel_tol=1e-6) for step in steps)
+
+
+def _share(hold: Iterable[bool]) -> float:
+    """Returns an estimate of how often something holds, from some cases; above 0."""
+    cases = list(hold)
+    return (sum(cases) + 1) / (len(cases) + 1)
+
+
+def _chance(numbers: Sequence[int], columns: Sequence[Sequence[str]], commas: bool) -> float:
+    """Returns about how likely a row of these columns has exactly these numbers; 1 if a column goes on from its number."""
+    chance = 1.0
+    for number, column in zip(numbers, columns, strict=True):
+        values = [float(cell.replace(",", ".")) for cell in map(str.strip, column) if is_number(cell, commas)]
+        if not values or (min(values) < max(values) and all(after >= before for before, after in pairwise([number, *values]))):
+            return 1.0
+        chance *= _share(value == number for value in values)
+    return chance
 
 
 def _begins_unnamed(cells: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:

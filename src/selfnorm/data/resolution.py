@@ -60,8 +60,8 @@ def expect_distinguishable(who: str, x: NDArray[np.generic], labels: Sequence[st
         if 0 < spread < step / 2 / LARGEST_ROUNDING:
             raise ValueError(
                 f"{who}: expected numbers that float64 can tell apart, got a spread of {spread:.3g} around {float(least):.6g} in "
-                f"{_column(labels, index)}, where float64 rounds to multiples of {step:.3g}; subtract a constant before anything is "
-                "rounded, or leave this out if it varies by rounding alone"
+                f"{_column(labels, index)}, where float64 rounds to multiples of {step:.3g}; subtract a constant before "
+                "anything is rounded, or leave this out if it varies by rounding alone"
             )
 
 

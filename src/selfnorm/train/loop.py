@@ -133,6 +133,12 @@ class Trainer:
             if self.folder:
                 self.folder.close_log()
 
+    def judge(self) -> None:
+        """Validates the present weights, unless none was changed since the last validation, so that `best` knows of them."""
+        if self.progress.step != self.progress.validated:
+            with cpu_threads(self.recipe.optimiser.threads), precision(self.recipe.optimiser.precision), StopRequests() as stop:
+                self._validate(stop)
+
     def best(self) -> Checkpoint:
         """Returns the checkpoint of the best validation so far, or of the start before the first one."""
         return self._kept.best

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import NoneType
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from selfnorm.evaluate.likelihood import Likelihood
+from selfnorm.runtime.files import json_text, write_text
 from selfnorm.train.records import is_sound
 
 
@@ -32,11 +34,18 @@ class Result:
     provenance: dict[str, str | None]
     scores_digest: str | None = None  # of training_scores.npy; None from earlier versions
 
+    def write(self, path: Path) -> None:
+        """Stores the result in result.json, with a digest."""
+        stored = json.loads(json_text(asdict(self)))
+        write_text(path, json_text({**stored, "digest": _digest(stored)}, indent=2) + "\n")
+
     @classmethod
     def read(cls, path: Path) -> Result:
-        """Returns the result that a run stored in result.json."""
+        """Returns the result that a run stored in result.json; those of earlier versions have no digest to verify them with."""
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
+            if "digest" in stored and stored.pop("digest") != _digest(stored):
+                raise ValueError("its digest differs")
             test = stored["test"]
             infinite = {"standard_error": math.inf} if test["standard_error"] is None else {}  # stored as null
             result = cls(**{**stored, "test": Likelihood(**{**test, **infinite})})
@@ -53,6 +62,11 @@ class Result:
             return cls.read(path)
         except ValueError:
             return None
+
+
+def _digest(stored: dict[str, Any]) -> str:
+    """Returns the SHA-256, in hex, of what is stored beside it."""
+    return hashlib.sha256(json.dumps(stored, sort_keys=True).encode()).hexdigest()
 
 
 def _expect_types(found: Result | Likelihood) -> None:

@@ -24,7 +24,7 @@ from selfnorm.flow import Flow, InaccurateInverseWarning, Inverse
 from selfnorm.report import figures
 from selfnorm.report.provenance import provenance
 from selfnorm.runtime.escapes import in_utf8
-from selfnorm.runtime.files import json_text, replacing, write_text
+from selfnorm.runtime.files import replacing
 from selfnorm.runtime.memory import PeakMemory
 from selfnorm.runtime.threads import cpu_threads
 from selfnorm.train.checkpoint import Checkpoint
@@ -296,7 +296,7 @@ def _finish_run(trainer: Trainer, memory: PeakMemory | None) -> Result:
         if (earlier := Result.stored(folder.result)) and earlier.seconds == result.seconds:  # had already ended
             result = replace(result, peak_memory=earlier.peak_memory, provenance=earlier.provenance)
         folder.expect_in_place()
-        write_text(folder.result, json_text(asdict(result), indent=2) + "\n")
+        result.write(folder.result)
         # Last, so that an error in a figure cannot cost the result.
         _draw_curves(trainer, flow)
         draw_samples(folder.samples, flow, train, dataset.columns)

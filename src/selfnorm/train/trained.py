@@ -152,19 +152,25 @@ class Trained:
             scores = Scores.of(found, self._training_scores())
             return replace(scores, carried=matched.carried, differs=matched.differs, understood=matched.understood)
 
+    def expect_weights_of(self, result: Result) -> None:
+        """Raises ValueError if the run's result is not that of these weights, but for instance of another run's."""
+        best = self.checkpoint.progress.get("best_nll")
+        if best not in (None, result.validation_nll):
+            folder = RunFolder(self.path.parent)
+            raise ValueError(
+                f"{self.path}: expected the weights with the validation NLL in {folder.result.name}, {result.validation_nll:g}, "
+                f"got others, with {best:g}, to which the rest of the folder does not belong; put the run's own file back, or "
+                f"continue the run with `selfnorm train --resume {folder.path}`"
+            )
+
     def _training_scores(self) -> NDArray[np.float64]:
         """Returns the sorted scores of training examples: stored by the run for its best weights, else computed."""
         recipe, folder = self.checkpoint.recipe, RunFolder(self.path.parent)
         folder.expect_regular_files()
         if self.path.name == folder.best.name and folder.scores.exists():
             result = Result.stored(folder.result)
-            best = self.checkpoint.progress.get("best_nll")
-            if result and best not in (None, result.validation_nll):
-                raise ValueError(
-                    f"{self.path}: expected the weights with the validation NLL in {folder.result.name}, "
-                    f"{result.validation_nll:g}, got others, with {best:g}, to which {folder.scores.name} does not belong; put "
-                    f"the run's own file back, or continue the run with `selfnorm train --resume {folder.path}`"
-                )
+            if result:
+                self.expect_weights_of(result)
             return read_scores(folder.scores, result.scores_digest if result else None)
         fresh: NDArray[np.float64] = reference_scores(
             self.flow, self.examples("train"), recipe.evaluation.batch_size, recipe.optimiser.seed
