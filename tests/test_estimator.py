@@ -374,7 +374,5 @@ def test_a_column_that_varies_by_rounding_alone_is_refused(draw):
     """Its spike gave each row 35 nats."""
     generator = np.random.default_rng(0)
     rows = np.column_stack([generator.normal(size=400), draw(generator)])
-    with pytest.raises(
-        ValueError, match=r"float64 can tell apart, got a spread .* in column 'x1', .*rounding alone$"
-    ):
+    with pytest.raises(ValueError, match=r"float64 can tell apart, got a spread .* in column 'x1', .*rounding alone$"):
         SelfNormDensity(max_steps=2).fit(rows)
