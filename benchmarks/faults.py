@@ -85,8 +85,8 @@ KINDS = {  # with their shares
     FIRST_SECONDS: 4,
 }
 CODES = (0, 1, 3, 130, 143, *(-number for number in SIGNALS.values()))
-# What measures this machine at this moment.
-OF_THE_MOMENT = ("seconds", "step_seconds", "peak_memory", "provenance", "log_length")
+# What measures this machine at this moment, and the digest of a result, which covers such values.
+OF_THE_MOMENT = ("seconds", "step_seconds", "peak_memory", "provenance", "log_length", "digest")
 
 
 @dataclass(frozen=True)

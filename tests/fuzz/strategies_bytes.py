@@ -35,8 +35,8 @@ HOSTILE = [
     {"a": 1},
     float("nan"),
 ]
-# Values of a result that measure this machine at this moment.
-OF_THE_MOMENT = ("seconds", "step_seconds", "peak_memory", "provenance")
+# Values of a result that measure this machine at this moment, and the digest of all its values.
+OF_THE_MOMENT = ("seconds", "step_seconds", "peak_memory", "provenance", "digest")
 CALLS: dict[tuple[str, ...], tuple[str, tuple[str, ...]]] = {
     ("score", "run", "new.csv"): ("table", ("best.safetensors", "training_scores.npy", "recipe.toml", "result.json")),
     ("score", "run/last.safetensors", "new.csv"): ("table", ("last.safetensors",)),

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from selfnorm.data.headers import COMMA_NUMBER, WHOLE, all_quoted, is_header, is_number, may_be_header, may_be_row
 from selfnorm.data.labels import listed
 from selfnorm.data.safe_files import STANDARD_INPUT, byte_source, expect_fits_memory
+from selfnorm.data.separators import separator_of, split_cells, without_ends
 from selfnorm.runtime.memory import available_memory
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -54,13 +55,13 @@ class DelimitedFile:
             if re.fullmatch('"?sep=."?', mark := lines[0].strip("\r\n")):
                 raise ValueError(f"{path}, line 1: expected names or numbers, got {mark!r}, a mark for Excel; remove it")
             is_tsv = path.name.lower().removesuffix(".gz").endswith(".tsv")
-            self._separator = "\t" if is_tsv else _separator_of([line for line in lines if line.strip()] or lines)
+            self._separator = "\t" if is_tsv else separator_of([line for line in lines if line.strip()] or lines)
             # A line of tabs alone is a row of empty cells where tabs separate, and blank elsewhere.
             lines = lines if self._separator == "\t" else [line for line in lines if line.strip()]
             if not lines:
                 raise ValueError(f"{path}: expected at least one row of numbers, got none")
-            records = _records(lines, self._separator)
-            first, *below = _without_ends(records)
+            records = split_cells(lines, self._separator)
+            first, *below = without_ends(records)
             self._has_ends = sum(map(len, records)) > sum(map(len, (first, *below)))
             if path != STANDARD_INPUT and not self._is_packed:  # those are bounded while they are read
                 cells_at_most = path.stat().st_size * sum(map(len, (first, *below))) // sum(map(len, lines))
@@ -264,46 +265,6 @@ def _first_lines(path: Path, stream: TextIO) -> list[str]:
             if len(lines) >= SAMPLE_LINES or (len(lines) > 2 and characters > SAMPLE_CHARACTERS):
                 break
     return lines
-
-
-def _records(lines: Sequence[str], separator: str) -> list[list[str]]:
-    return [row for row in csv.reader(lines, delimiter=separator, skipinitialspace=True) if row]
-
-
-def _without_ends(rows: list[list[str]]) -> list[list[str]]:
-    """Returns rows without the empty cell after a separator at the end of some lines.
-
-    Those are all lines, all lines but the first, or the first line alone.
-    """
-    first, *below = rows
-    longer = {len(row) - len(first) for row in below}
-    all_end = bool(below) and all(len(row) > 1 and not row[-1].strip() for row in below)
-    if len(first) > 1 and not first[-1].strip() and (all_end or longer == {-1}):
-        first = first[:-1]
-    elif longer != {1}:
-        return rows
-    return [first, *(row[:-1] for row in below)] if all_end else [first, *below]
-
-
-def _separator_of(lines: Sequence[str]) -> str:
-    """Returns the separator with which most of the first lines have as many cells as the first, and most cells are numbers.
-
-    If there is none, all lines below the first may have one more cell.
-    """
-
-    def fit(separator: str) -> tuple[int, int, float]:
-        try:
-            first, *below = _without_ends(_records(lines[:100], separator))
-        except csv.Error:  # a line without this separator may be too long for one cell
-            return 0, 0, 0.0
-        even = [row for row in below if len(row) == len(first) > 1]
-        longer = bool(below) and all(len(row) == len(first) + 1 for row in below)
-        if below and not even and not longer:
-            return 0, 0, 0.0
-        cells = [cell for row in [first, *(below if longer else even)] for cell in row]
-        return len(even), int(longer), sum(is_number(cell, commas=separator != ",") for cell in cells) / len(cells)
-
-    return max(",;\t", key=fit)
 
 
 def _say_guess(cells: Sequence[str], header: bool) -> str:
