@@ -68,7 +68,7 @@ VERBS = {
     "train": Verb(("train", "moons-fc-snf", "--set", "data={table}", *TINY, "--run", "run"), other=OTHER),
     "train --resume": Verb(CONTINUE, before="stopped"),
     "fit": Verb(("fit", "{table}", *TINY, "--run", "run"), other=OTHER),
-    "compare": Verb(("compare", "moons-fc-snf", "--set", "data={table}", *TINY, "--run", "run"), share=2),
+    "compare": Verb(("compare", "moons-fc-snf", "--set", "data={table}", *TINY, "--run", "run"), share=4),
     "score": Verb(("score", "run", "{table}", "-o", "out/scores.csv"), before="finished", target="out", share=15),
     "sample": Verb(("sample", "run", "-n", "3000", "-o", "out/samples.csv"), before="finished", target="out", share=15),
     "doctor --repair": Verb(("doctor", "run", "--repair", "-o", "out/repaired.safetensors"), "finished", "out"),
@@ -235,7 +235,8 @@ def wrong_call(ended: Ended, kind: str, verb: Verb) -> list[str]:
     if "Traceback" in ended.stderr + ended.stdout:
         wrong.append(f"traceback: {last_line(ended.stderr)}")
     elif ended.code in (1, 3):
-        line = last_line(ended.stderr)
+        reasons = [each for each in ended.stdout.splitlines() if each.startswith("moons-fc-snf: ")]  # below compare's table
+        line = reasons[-1] if verb.args[0] == "compare" and reasons else last_line(ended.stderr)
         if (
             not all(each.startswith("selfnorm: ") for each in ended.stderr.splitlines())
             or len(line) < 12

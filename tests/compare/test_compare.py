@@ -220,6 +220,14 @@ def test_a_damaged_result_is_computed_again(copy):
     assert before["test"]["nll"] in [run["test_nll_nats"] for run in records[-1]["runs"]]
 
 
+def test_figures_that_a_run_could_not_draw_are_drawn_by_going_on(copy):
+    """As after a full disk: the result is written before the figures."""
+    drawn, result = copy / NAMES[0] / "samples.png", (copy / NAMES[0] / "result.json").read_bytes()
+    drawn.unlink()
+    ok("compare", *NAMES, *SHORT, "--run", copy, "-q")
+    assert drawn.stat().st_size > 0 and (copy / NAMES[0] / "result.json").read_bytes() == result
+
+
 def test_weights_of_another_run_are_not_measured_as_this_ones(copy):
     shutil.copy(copy / NAMES[1] / "best.safetensors", copy / NAMES[0])
     result = invoke("compare", *NAMES, *SHORT, "--run", copy, "-q")

@@ -24,12 +24,13 @@ UNTIMED_SAMPLES, TIMED_SAMPLES = 5, 30  # calls of flow.sample(1)
 
 
 def is_finished(run: PlannedRun) -> bool:
-    """Returns whether the run's folder holds its result."""
+    """Returns whether the run's folder holds its result, and its samples, the last file that a run writes."""
+    folder = RunFolder(run.path)
     try:
-        Result.read(RunFolder(run.path).result)
+        Result.read(folder.result)
     except ValueError:
         return False
-    return True
+    return folder.samples.exists()
 
 
 def measure_run(run: PlannedRun, device: torch.device) -> ComparedRun:
