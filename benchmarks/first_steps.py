@@ -27,7 +27,7 @@ from selfnorm.train.build import build_flow, build_loss
 from selfnorm.train.captured import CapturedStep
 from selfnorm.train.experiments import find_recipe
 from selfnorm.train.recipe import Recipe
-from selfnorm.train.run import dataset_of, with_absolute_data_path
+from selfnorm.train.source import dataset_of, with_absolute_data_path
 from selfnorm.train.step import EagerStep, Step, learning_rate_at
 
 RECIPES = (

@@ -19,7 +19,7 @@ from selfnorm.report.provenance import provenance
 from selfnorm.runtime.precision import PRECISIONS, Precision
 from selfnorm.train.experiments import find_recipe
 from selfnorm.train.loop import Trainer
-from selfnorm.train.run import dataset_of, with_absolute_data_path
+from selfnorm.train.source import dataset_of, with_absolute_data_path
 
 MAX_CHANGE: dict[Precision, float] = {"float32": 0.0, "tf32": 0.1, "bf16": 1.0}  # nats
 

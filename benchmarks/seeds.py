@@ -21,7 +21,7 @@ from selfnorm.report.provenance import provenance
 from selfnorm.train.experiments import find_recipe
 from selfnorm.train.loop import Trainer
 from selfnorm.train.recipe import Recipe
-from selfnorm.train.run import dataset_of, with_absolute_data_path
+from selfnorm.train.source import dataset_of, with_absolute_data_path
 from selfnorm.train.together import run_together
 
 SEEDS = (1, 3, 6)

@@ -271,6 +271,10 @@ def test_gradients_are_exact_under_transforms():
 def test_an_error_under_a_transform_is_the_layers_own():
     with pytest.raises(ValueError, match=r"Logit.*expected values in"):
         grad(lambda x: Flow(Logit()).log_prob(x).sum())(torch.full((2, 3), 2.0, dtype=FLOAT32))
+    wide = Flow(SelfNormLinear(3))
+    for call in (wide.log_prob, lambda z: wide.decode(z, "exact")):
+        with pytest.raises(ValueError, match=r"expected torch.float64"):
+            grad(lambda x, call=call: call(x).sum())(torch.zeros(2, 3, dtype=FLOAT32))
 
 
 @pytest.mark.parametrize("far", [1e19, 1e20, 1e25])

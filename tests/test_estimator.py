@@ -17,6 +17,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import selfnorm
 from selfnorm import SelfNormDensity
+from selfnorm.data.resolution import expect_distinguishable
 
 MIX = np.array([[2.0, 0.0], [1.5, 0.5]])
 CENTRE = np.array([5.0, -3.0])
@@ -360,6 +361,21 @@ def test_an_error_names_a_column_of_times(unit):
         SelfNormDensity(max_steps=2).fit(frame)
 
 
+@pytest.mark.parametrize("unit", ["M8[D]", "m8[s]"])
+def test_times_alone_are_no_numbers(unit):
+    """NumPy takes them for whole numbers of their unit."""
+    times = np.arange(60).reshape(30, 2).astype(unit)
+    with pytest.raises(ValueError, match="SelfNormDensity: expected numbers, got times; subtract a time"):
+        SelfNormDensity(max_steps=2).fit(times)
+    fitted = SelfNormDensity(max_steps=2).fit(np.random.default_rng(0).normal(size=(30, 2)))
+    with pytest.raises(ValueError, match="expected numbers, got times"):
+        fitted.score_samples(times)
+    frame = OfOneType(first=times[:, 0], second=times[:, 1])
+    frame.dtypes = [column.dtype for column in (times[:, 0], times[:, 1])]
+    with pytest.raises(ValueError, match=r"expected finite numbers, got others in 'first', 'second'$"):
+        SelfNormDensity(max_steps=2).fit(frame)
+
+
 @pytest.mark.parametrize(
     "draw",
     [
@@ -370,9 +386,33 @@ def test_an_error_names_a_column_of_times(unit):
     ],
     ids=["sums", "noise", "offset", "two"],
 )
-def test_a_column_that_varies_by_rounding_alone_is_refused(draw):
+@pytest.mark.parametrize("columns", [1, 30_000], ids=["few", "many"])
+def test_a_column_that_varies_by_rounding_alone_is_refused(draw, columns):
     """Its spike gave each row 35 nats."""
     generator = np.random.default_rng(0)
-    rows = np.column_stack([generator.normal(size=400), draw(generator)])
-    with pytest.raises(ValueError, match=r"float64 can tell apart, got a spread .* in column 'x1', .*rounding alone$"):
+    rows = np.column_stack([generator.normal(size=(400, columns)), draw(generator)])
+    with pytest.raises(ValueError, match=rf"float64 can tell apart, got a spread .* in column 'x{columns}', .*rounding alone$"):
         SelfNormDensity(max_steps=2).fit(rows)
+
+
+def test_in_float32_as_well():
+    generator = np.random.default_rng(0)
+    rows = np.column_stack([generator.normal(size=400), generator.dirichlet(np.ones(5), 400).astype(np.float32).sum(1)])
+    with pytest.raises(ValueError, match=r"float32 can tell apart, .*column 'x1', where float32 rounds to multiples of 1.19e-07"):
+        SelfNormDensity(max_steps=2).fit(rows.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda g: np.where(g.uniform(size=400) < 0.8, 1 / (1 + np.exp(-g.normal(33, 1, 400))), g.uniform(size=400)),
+        lambda g: 1.7e9 + 5e-5 * g.normal(size=400),
+        lambda g: (1e6 + g.normal(size=400)).astype(np.float32),
+        lambda g: np.where(g.uniform(size=400) < 0.1, g.normal(size=400), 0),
+        lambda g: (g.uniform(size=400) < 0.02).astype(np.float32),
+        lambda g: 10**15 + g.integers(0, 100, 400),
+    ],
+    ids=["saturated", "times", "float32", "zeros", "rare", "large"],
+)
+def test_columns_that_hardly_vary_but_not_by_rounding_are_fine(draw):
+    expect_distinguishable("who", draw(np.random.default_rng(0))[:, None])

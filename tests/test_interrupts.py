@@ -94,6 +94,17 @@ def test_a_second_interrupt_keeps_nothing(interrupted_early, monkeypatch):
         model(max_steps=20_000, on_interrupt="keep").fit(ROWS)
 
 
+def test_a_flow_without_a_likelihood_is_not_kept(interrupted_early, monkeypatch):
+    """Then the interrupt is raised, and no error that `cross_val_score` takes for a failed fit."""
+
+    def singular(self, flow, examples, stop):
+        raise ValueError("expected a regular weight, got a singular one")
+
+    monkeypatch.setattr(Trainer, "_likelihood", singular)
+    with pytest.raises(KeyboardInterrupt):
+        model(max_steps=20_000, on_interrupt="keep").fit(ROWS)
+
+
 def test_before_the_first_step_there_is_nothing_to_keep(monkeypatch):
     original = Trainer._loop
     monkeypatch.setattr(Trainer, "_loop", lambda self, stop: (signal.raise_signal(signal.SIGINT), stop.check(), original)[2])

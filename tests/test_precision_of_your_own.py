@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.func import grad
 from torch.testing import assert_close
 
 from selfnorm import (
@@ -89,6 +90,21 @@ def test_what_cannot_be_copied_to_float64_is_told_where_it_matters(base):
     harmless = with_weights(make(), conditioned(4, 3))
     harmless.base = flow.base
     assert torch.isfinite(harmless.log_prob(x)).all()
+
+
+@pytest.mark.parametrize("base", [False, True], ids=["layer", "base"])
+def test_what_cannot_be_copied_to_float64_is_told_under_transforms(base):
+    flow = Flow(SelfNormLinear(4) if base else Chain(SelfNormLinear(4), Elsewhere())).float()
+    x = torch.randn(20, 4, dtype=FLOAT32)
+    flow.base = FixedScale() if base else flow.base
+    with pytest.warns(RuntimeWarning, match=r"Flow.log_prob: expected a flow that can be evaluated in float64, .*same dtype"):
+        found = grad(lambda x: flow.log_prob(x).sum())(x)
+    leaf = x.clone().requires_grad_()
+    flow.log_prob(leaf).sum().backward()
+    assert_close(found, leaf.grad)
+    if not base:
+        with pytest.warns(RuntimeWarning, match=r"expected a flow that can be evaluated in float64, .*same dtype"):
+            grad(lambda x: flow.decode(x, "exact").sum())(x)
 
 
 def test_too_little_memory_for_float64_is_an_error(monkeypatch):

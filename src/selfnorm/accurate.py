@@ -124,7 +124,7 @@ def inverse_accurately(who: str, bijection: Bijection, z: Tensor, context: Tenso
     """
     if z.dtype != torch.float32 or not z.numel():
         return bijection.inverse(z, context=context)[0]
-    if is_transformed():
+    if is_transformed() and not _refuses_float32(bijection):
         try:
             return _inverse_in_float64(bijection, z, context)
         except torch.OutOfMemoryError:
@@ -151,8 +151,8 @@ def inverse_accurately(who: str, bijection: Bijection, z: Tensor, context: Tenso
 def _forward_in_transform(
     who: str, bijection: Bijection, x: Tensor, context: Tensor | None, log_base: Callable[[Tensor], Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns z and log|det ∂z/∂x|, of float32 in float64: a transform of torch.func shows no numbers to judge by."""
-    if x.dtype != torch.float32 or not x.numel():
+    """Returns z and log|det ∂z/∂x|, of float32 in float64, since a transform of torch.func leaves no numbers to judge by."""
+    if x.dtype != torch.float32 or _refuses_float32(bijection) or not x.numel():
         return bijection(x, context=context)
     try:
         wide = _forward_in_float64(bijection, x, context)
@@ -165,6 +165,10 @@ def _forward_in_transform(
         narrow = bijection(x, context=context)  # raises again what has nothing to do with float64
         _warn_of_float32(who, error, IN_FORWARD + 1)
         return narrow
+
+
+def _refuses_float32(bijection: Bijection) -> bool:
+    return any(value.dtype == torch.float64 for value in bijection.parameters())
 
 
 def _inverse_in_float64(bijection: Bijection, z: Tensor, context: Tensor | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from numbers import Real
 from typing import Any, Self
 
@@ -169,6 +170,9 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
     def _validated(self, X: ArrayLike, **options: Any) -> NDArray[np.floating]:
         """Returns X as an array of finite numbers; an error names the columns of a data frame that are none."""
         try:
+            types = (getattr(X, "dtype", None), *getattr(X, "dtypes", ()))
+            if any(getattr(each, "kind", None) in ("m", "M") for each in types):
+                raise ValueError("SelfNormDensity: expected numbers, got times; subtract a time, and divide by a unit of time")
             table: NDArray[np.floating] = validate_data(self, X, dtype=FLOATS, **options)
             return table
         except (ValueError, TypeError) as error:
@@ -201,7 +205,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         table = given.astype(np.float64, copy=False)
         names = getattr(self, "feature_names_in_", [f"x{index}" for index in range(table.shape[1])])
         labels = [repr(str(name)) for name in names]
-        expect_distinguishable("SelfNormDensity", table, labels)
+        expect_distinguishable("SelfNormDensity", given, labels)
         prepared = prepare(table, split, set_outliers_aside=self.set_outliers_aside, kept=())
         self.set_aside_ = np.array([each.row for each in prepared.outliers], np.int64)
         self.constant_columns_ = np.array(list(prepared.constant), np.int64)
@@ -251,7 +255,8 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
             if self.on_interrupt != "keep" or not isinstance(stopped, KeyboardInterrupt):
                 raise
             if trainer.best().progress["best_nll"] is None:  # there was no validation yet
-                trainer.judge()
+                with suppress(DivergedError):
+                    trainer.judge()
             best = trainer.best()
             if best.progress["best_nll"] is None:
                 raise

@@ -105,8 +105,8 @@ class Flow(nn.Module):
         Up to condition numbers of 1e8 in each layer, the error is below 1e-3 nats a dimension before the result is rounded to
         x's dtype, in float32 too: where float32 would not do, the whole flow is evaluated in float64. A warning says so if a
         layer is above that, or if even float64 does not resolve the chain, once for each set of weights. Under transforms of
-        torch.func, where there are no numbers to judge by, float32 is always evaluated in float64, without such warnings, and
-        under vmap no value is checked.
+        torch.func and in forward mode, where there are no numbers to judge by, float32 is always evaluated in float64,
+        without such warnings, and under vmap no value is checked.
         """
         z, log_det = self._encode("log_prob", x, context)
         log_prob = (self._base_log_prob(z, wide=z.dtype != x.dtype) + log_det).to(x)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import selfnorm
 from selfnorm.cli import app
-from selfnorm.data import load_dataset
+from selfnorm.data import delimited, load_dataset
 from selfnorm.train.checkpoint import read_checkpoint
 from selfnorm.train.folder import RunFolder
 from support.commandline import fails, invoke, ok, read_csv
@@ -346,3 +346,30 @@ def test_gifs_are_images(tmp_path):
         pixels = np.random.default_rng(index).integers(0, 256, size=(4, 4)).astype(np.uint8)
         Image.fromarray(pixels).save(tmp_path / "images" / f"{index}.gif")
     assert len(load_dataset(str(tmp_path / "images")).train) == 10
+
+
+def test_a_file_for_a_run_without_names_keeps_its_first_row(tmp_path):
+    """0,1 above whole numbers is a header for `fit`, if such rows are rare; the run of a file without names knows better."""
+    rows = np.random.default_rng(0).integers(2, 400, size=(60, 2))
+    write_rows(tmp_path / "train.csv", "", rows)
+    run, file = tmp_path / "run", tmp_path / "new.csv"
+    ok("fit", tmp_path / "train.csv", *TINY, "--run", run)
+    write_rows(file, "0,1", rows)
+    assert len(read_csv(ok("score", run, file))) == 61
+    assert "read as a row: use --header if they are names" in invoke("score", run, file).stderr
+    assert len(read_csv(ok("score", run, file, "--header"))) == 60
+
+
+@pytest.mark.parametrize("understood", [True, False], ids=["header", "no header"])
+def test_a_run_does_not_guess_again_whether_there_is_a_header(tmp_path, monkeypatch, understood):
+    """A later version may guess otherwise, and would find other data than the run was trained on."""
+    rows = np.random.default_rng(0).integers(2, 400, size=(60, 2))
+    write_rows(tmp_path / "t.csv", "0,1", rows)
+    run = tmp_path / "run"
+    monkeypatch.setattr(delimited, "is_header", lambda *args, **options: understood)
+    ok("fit", tmp_path / "t.csv", *TINY, "--run", run)
+    before = json.loads((run / "result.json").read_text())["test"]["nll"]
+    monkeypatch.setattr(delimited, "is_header", lambda *args, **options: not understood)
+    ok("train", "--resume", run, "-q")
+    assert json.loads((run / "result.json").read_text())["test"]["nll"] == before
+    assert json.loads(ok("eval", run, "--samples", "5", "--json"))["nll"] == pytest.approx(before)

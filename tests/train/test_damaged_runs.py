@@ -303,6 +303,7 @@ RESULTS = {
     "nested": lambda path: path.write_text(DEEP),
     "long number": lambda path: path.write_text(f'{{"test": {LONG}}}'),
     "list": lambda path: path.write_text("[]"),
+    "text": lambda path: path.write_text('"digest"'),
     "bytes": lambda path: path.write_bytes(b"\xff\xfe"),
     "text for a number": lambda path: with_value(path, "seconds", value="long"),
     "NaN": lambda path: with_value(path, "test", "nll", value=math.nan),

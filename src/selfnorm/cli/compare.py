@@ -16,7 +16,8 @@ from selfnorm.cli.progress import show_planned_run, show_transfers
 from selfnorm.compare.execute import run_comparison
 from selfnorm.compare.plan import checked_runs, plan_runs
 from selfnorm.train.folder import RunFolder
-from selfnorm.train.run import dataset_of, free_path
+from selfnorm.train.run import free_path
+from selfnorm.train.source import dataset_of
 from selfnorm.train.stopping import StoppedError
 
 

@@ -34,8 +34,9 @@ from selfnorm.train.experiments import DEFAULT, TWINS, find_recipe, recipe_for
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.result import Result
-from selfnorm.train.run import dataset_of, expect_storable, free_path, resume_run, resume_runs, start_run, start_runs
+from selfnorm.train.run import free_path, resume_run, resume_runs, start_run, start_runs
 from selfnorm.train.settings import override
+from selfnorm.train.source import dataset_of, expect_storable
 from selfnorm.train.stopping import DivergedError
 
 

@@ -17,8 +17,8 @@ from selfnorm.train.build import build_flow, build_loss
 from selfnorm.train.experiments import RECIPES, find_recipe
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.recipe import Recipe
-from selfnorm.train.run import with_absolute_data_path
 from selfnorm.train.settings import override
+from selfnorm.train.source import with_absolute_data_path
 from selfnorm.train.starts import is_unused
 
 # These and the seed determine the batches.

@@ -55,7 +55,7 @@ def read_values(
 
 
 def open_examples(
-    path: Path, header: bool | None = None, *, numeric_names: bool = True, expected: Collection[str] = ()
+    path: Path, header: bool | None = None, *, numeric_names: bool = True, expected: Collection[str] | None = None
 ) -> Table | NDArray[Any]:
     """Returns a file as a table if it is one, also an array of two axes, else as an array; see `open_table`."""
     if not path.exists():

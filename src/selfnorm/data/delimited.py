@@ -39,11 +39,11 @@ class DelimitedFile:
 
     header:         whether to read the first line as names; None to decide by the lines.
     numeric_names:  if False, a line with a number in it is no header, unless it holds the expected names.
-    expected:       names; a first line that holds them all is a header.
+    expected:       the names in the training data, or none; a first line that holds them all is a header. None if unknown.
     """
 
     def __init__(
-        self, path: Path, header: bool | None = None, numeric_names: bool = True, expected: Collection[str] = ()
+        self, path: Path, header: bool | None = None, numeric_names: bool = True, expected: Collection[str] | None = None
     ) -> None:
         self._source = byte_source(path)
         self.path = path
@@ -72,11 +72,10 @@ class DelimitedFile:
         is_open = header is None
         if header is None:
             numeric = {cell for cell in cells if is_number(cell, self._commas)}
-            header = bool(expected) and set(expected) <= set(cells)
-            header = header or (
-                bool(numeric) and numeric <= set(expected) and len(numeric) < len(set(cells))
-            )  # some of them, beside text
-            if not header and is_header(first, below, quoted=quoted, commas=self._commas):
+            known = set(expected or ())
+            header = bool(known) and known <= set(cells)
+            header = header or (bool(numeric) and numeric <= known and len(numeric) < len(set(cells)))  # some, beside text
+            if not header and is_header(first, below, quoted=quoted, commas=self._commas, is_open=expected is None):
                 header = numeric_names or not numeric
                 self.guess = _say_guess(cells, header) if numeric and may_be_row(cells, below, self._commas) else ""
             elif not header and numeric_names and may_be_header(cells, below, self._commas):

@@ -11,7 +11,7 @@ WHOLE = re.compile(r"[+-]?[0-9]+")
 COMMA_NUMBER = re.compile(r"[+-]?[0-9]+,[0-9]+([eE][+-]?[0-9]+)?")
 UNNAMED = re.compile(r"(Unnamed: [0-9].*|__index_level_[0-9]+__)?")  # as pandas writes, or reads and writes, an index
 LONGEST_NAME = 20  # of a whole number, in characters
-RARE, UNUSUAL = 0.01, 0.05  # chances of a row below which it is rather a line of names, or may be one
+RARE, UNUSUAL = 0.01, 0.05  # if a first line is less likely than this as a row, it is read as names, or noted as possible names
 
 
 def is_number(text: str, commas: bool = False) -> bool:
@@ -33,20 +33,23 @@ def is_unnamed(name: str) -> bool:
     return UNNAMED.fullmatch(name) is not None
 
 
-def is_header(first: Sequence[str], below: Sequence[Sequence[str]], *, quoted: bool = False, commas: bool = False) -> bool:
+def is_header(
+    first: Sequence[str], below: Sequence[Sequence[str]], *, quoted: bool = False, commas: bool = False, is_open: bool = True
+) -> bool:
     """Returns whether the first line of a table is its header, judged by the lines below it.
 
     A line without any number is one. So is a line that begins with an empty cell, as pandas writes the name of an index, if no
     line below does, and a line of quoted cells above lines without quotes, if all its numbers are whole. Other numbers are names
     only if they are whole, rise from column to column, and the values below do not look like a continuation:
 
-    counting from 0:  three columns or more; fewer only above columns of which each is all whole or all not, and one is not, or if
-                      hardly any row below has these numbers.
+    counting from 0:  three columns or more; fewer only above columns of which each is all whole or all not, and one is not; or
+                      two, or one beside text, if `is_open` and hardly any row below has these numbers.
     otherwise:        three columns or more, above numbers that are all not whole.
     beside text:      two numbers that count, or three that rise, if a number is below the text; or as above.
 
-    quoted:  whether every cell of the first line is in quotes and none of the second is.
-    commas:  whether numbers may have decimal commas.
+    quoted:   whether every cell of the first line is in quotes and none of the second is.
+    commas:   whether numbers may have decimal commas.
+    is_open:  whether nothing is known of the table; a file for a run without names more likely has none either.
     """
     cells = [cell.strip() for cell in first]
     numeric = [index for index, cell in enumerate(cells) if is_number(cell, commas)]
@@ -77,7 +80,8 @@ def is_header(first: Sequence[str], below: Sequence[Sequence[str]], *, quoted: b
     if counts and numbers[0] == 0:
         is_alike = {False} in kinds and all(len(kind) == 1 for kind in kinds)
         columns = [[row[index] for row in rows] for index in numeric]
-        return len(numbers) >= 3 or is_alike or _chance(numbers, columns, commas) < RARE
+        is_rare = is_open and len(cells) > 1 and _chance(numbers, columns, commas) < RARE
+        return len(numbers) >= 3 or is_alike or is_rare
     return len(numbers) >= 3 and all(kind == {False} for kind in kinds)
 
 
@@ -95,8 +99,8 @@ def may_be_row(first: Sequence[str], below: Sequence[Sequence[str]], commas: boo
 def may_be_header(first: Sequence[str], below: Sequence[Sequence[str]], commas: bool = False) -> bool:
     """Returns whether a first line that is read as a row may hold names after all, judged like `is_header`, but less strictly.
 
-    Those are distinct numbers that count from 0, three or more that rise and lie outside of the values below, three or more at
-    equal distances if hardly a row below has such, or whole ones if hardly any number below is. Columns of text do not matter.
+    Those are distinct numbers that count from 0, three or more that rise and lie outside of the values below, three or more that
+    are evenly spaced if hardly any row below is, or whole ones if hardly any number below is. Columns of text do not matter.
     """
     even = [row for row in below if len(row) == len(first)]
     numeric = [index for index, cell in enumerate(first) if is_number(cell.strip(), commas)]
@@ -132,11 +136,12 @@ def _share(hold: Iterable[bool]) -> float:
 
 
 def _chance(numbers: Sequence[int], columns: Sequence[Sequence[str]], commas: bool) -> float:
-    """Returns about how likely a row of these columns has exactly these numbers; 1 if a column goes on from its number."""
+    """Returns about how likely a row of these columns has exactly these numbers; 1 if a column rises or falls from its own."""
     chance = 1.0
     for number, column in zip(numbers, columns, strict=True):
         values = [float(cell.replace(",", ".")) for cell in map(str.strip, column) if is_number(cell, commas)]
-        if not values or (min(values) < max(values) and all(after >= before for before, after in pairwise([number, *values]))):
+        steps = [after - before for before, after in pairwise([number, *values])]
+        if not values or (min(values) < max(values) and (min(steps) >= 0 or max(steps) <= 0)):
             return 1.0
         chance *= _share(value == number for value in values)
     return chance

@@ -156,8 +156,8 @@ class _Tail:
     """The tail of the distances from the centre in each of D columns.
 
     power:     of the tail without the `most` outermost; 2 where too few rows differ from the centre to tell.
-    beside:    (D, most), of the tail below each of the largest; from 0 to 1. Where too few rows differ from the centre, these few
-               tell: if they are as large as each other, none is likely to be far larger.
+    beside:    (D, most), the power of the tail below each of the largest, from 0 to 1. Where too few rows differ from the centre,
+               it is estimated from those few: the closer they are to each other, the smaller it is.
     expected:  the largest distance if the tail goes on as a power law; infinite beyond Cauchy's, which goes on as none.
     largest:   (D, most + 1), in decreasing order.
     smaller:   (D, most), how many distances are smaller than each of these but the last, and not 0.

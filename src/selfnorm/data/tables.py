@@ -39,7 +39,9 @@ class Table(Protocol):
         """Returns which of some columns hold text, in ascending order."""
 
 
-def open_table(path: Path, header: bool | None = None, numeric_names: bool = True, expected: Collection[str] = ()) -> Table:
+def open_table(
+    path: Path, header: bool | None = None, numeric_names: bool = True, expected: Collection[str] | None = None
+) -> Table:
     """Returns the table in a file that ends in one of `TABLE_SUFFIXES`, or in /dev/stdin as text.
 
     See `DelimitedFile` for the other arguments.

@@ -149,6 +149,6 @@ def note_affine(shift: Tensor, log_scale: Tensor, z: Tensor) -> None:
 
 
 def norms(x: Tensor) -> Tensor:
-    """Returns the norms of the rows of x, (N, …), in float64, where the device has it: in float32 those of far rows overflow."""
+    """Returns the norms of the rows of x, (N, …), in float64 if the device has it: in float32, squares of far rows overflow."""
     dtype = torch.float32 if x.device.type == "mps" else torch.float64
     return torch.linalg.vector_norm(x.detach().flatten(1), dim=1, dtype=dtype)

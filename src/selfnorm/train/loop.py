@@ -134,7 +134,7 @@ class Trainer:
                 self.folder.close_log()
 
     def judge(self) -> None:
-        """Validates the present weights, unless none was changed since the last validation, so that `best` knows of them."""
+        """Validates the current weights of a trainer without a folder, so that `best` takes them into account."""
         if self.progress.step != self.progress.validated:
             with cpu_threads(self.recipe.optimiser.threads), precision(self.recipe.optimiser.precision), StopRequests() as stop:
                 self._validate(stop)

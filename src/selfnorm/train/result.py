@@ -44,6 +44,8 @@ class Result:
         """Returns the result that a run stored in result.json; those of earlier versions have no digest to verify them with."""
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(stored, dict):
+                raise ValueError("no fields")
             if "digest" in stored and stored.pop("digest") != _digest(stored):
                 raise ValueError("its digest differs")
             test = stored["test"]

@@ -14,16 +14,14 @@ import numpy as np
 import torch
 
 from selfnorm.bijection import located
-from selfnorm.data import NAMES, load_dataset, reads_folder
+from selfnorm.data import reads_folder
 from selfnorm.data.batches import Examples, generator_for
 from selfnorm.data.dataset import Dataset, fingerprint, is_image
 from selfnorm.data.locate import OnProgress
-from selfnorm.data.prepare import expect_float32_spread
 from selfnorm.evaluate.likelihood import evaluating, likelihood, reference_scores
 from selfnorm.flow import Flow, InaccurateInverseWarning, Inverse
 from selfnorm.report import figures
 from selfnorm.report.provenance import provenance
-from selfnorm.runtime.escapes import in_utf8
 from selfnorm.runtime.files import replacing
 from selfnorm.runtime.memory import PeakMemory
 from selfnorm.runtime.threads import cpu_threads
@@ -34,6 +32,7 @@ from selfnorm.train.loop import Report, Trainer
 from selfnorm.train.profile import Piece
 from selfnorm.train.recipe import Recipe
 from selfnorm.train.result import Result
+from selfnorm.train.source import dataset_of, expect_storable, with_absolute_data_path
 from selfnorm.train.starts import checkpoint_to_resume, expect_unused, is_start, new_run
 from selfnorm.train.stopping import DivergedError, StopRequests
 from selfnorm.train.together import run_together
@@ -181,10 +180,10 @@ def _resumed_run(
     kept = stored.data.folder if reads_folder(stored.data.source) else None  # older runs stored it for any data
     recipe = stored.changed(folder=data_dir or kept, on_divergence=on_divergence or stored.optimiser.on_divergence)
     expect_storable(recipe.data.folder or "")
-    dataset = dataset_of(recipe, on_progress)
     with folder.locked():
         folder.remove_partial_files()
         found = checkpoint_to_resume(folder) if folder.last.exists() else None
+        dataset = dataset_of(recipe, on_progress, table=found[1].table if found else None)
         if found and "data.origin" not in found[1].tensors:
             dataset = dataset.narrowed()
         trainer = Trainer(recipe, dataset, device=device, folder=folder, report=report, save_every=save_every)
@@ -216,49 +215,6 @@ def free_path(path: Path) -> Path:
     """Returns the path if it does not exist yet, else the first free one with -2, -3, … appended to its name."""
     names = (path.with_stem(path.stem if number == 1 else f"{path.stem}-{number}") for number in range(1, 10**6))
     return next(name for name in names if not name.exists())
-
-
-def with_absolute_data_path(recipe: Recipe) -> Recipe:
-    """Returns the recipe with the path of the user's own data made absolute, so that it is found from any folder.
-
-    Raises ValueError for a path that cannot be stored.
-    """
-    own = Path(recipe.data.source).expanduser()
-    if recipe.data.source not in NAMES and own.exists():
-        recipe = recipe.changed(source=str(own.resolve()))
-    for path in (recipe.data.source, recipe.data.folder or ""):
-        expect_storable(path)
-    return recipe
-
-
-def expect_storable(path: str) -> None:
-    """Raises ValueError for a path that is not in UTF-8, the encoding of recipe.toml."""
-    if (shown := in_utf8(path)) != path:
-        raise ValueError(
-            f"{shown}: expected a path in UTF-8, which the run can store, got other bytes; rename the file or folder"
-        )
-
-
-def dataset_of(recipe: Recipe, on_progress: OnProgress | None = None, *, is_new: bool = False) -> Dataset:
-    """Returns the data set that a recipe names.
-
-    is_new:  whether a new run is to be trained on it; then data without a density that a flow can learn raise ValueError.
-    """
-    data = recipe.data
-    dataset = load_dataset(
-        data.source,
-        data.folder,
-        levels=data.levels,
-        header=data.header,
-        drop=data.drop,
-        keep=data.keep,
-        set_outliers_aside=data.set_outliers_aside,
-        check_dependence=is_new,
-        on_progress=on_progress,
-    )
-    if is_new:
-        expect_float32_spread(dataset)
-    return dataset
 
 
 def _finish_run(trainer: Trainer, memory: PeakMemory | None) -> Result:

@@ -32,8 +32,8 @@ from selfnorm.runtime.threads import cpu_threads
 from selfnorm.train.checkpoint import Checkpoint, open_checkpoint
 from selfnorm.train.folder import RunFolder
 from selfnorm.train.result import Result
-from selfnorm.train.run import dataset_of
 from selfnorm.train.scores import Scores, read_scores
+from selfnorm.train.source import dataset_of
 from selfnorm.train.watch import MAX_EXAMPLES
 
 
@@ -60,7 +60,7 @@ class Trained:
         """Returns a part of the run's own data: "train", "validation" or "test"."""
         recipe = self.checkpoint.recipe
         stored = recipe.data.folder if reads_folder(recipe.data.source) else None  # older runs stored it for any data
-        dataset = dataset_of(recipe.changed(folder=data_dir or stored))
+        dataset = dataset_of(recipe.changed(folder=data_dir or stored), table=self.checkpoint.table)
         dataset = dataset if "data.origin" in self.checkpoint.tensors else dataset.narrowed()
         self._check_shape(dataset.train, recipe.data.source)
         if fingerprint(dataset) != self.checkpoint.data:
