@@ -58,8 +58,9 @@ def expect_distinguishable(who: str, x: NDArray[np.generic], labels: Sequence[st
         column = flat[:, index]
         with np.errstate(over="ignore", invalid="ignore"):
             if x.dtype.kind == "f":
-                centre = float(np.quantile(column, 0.5, method="nearest"))
-                distance = (column - kind(centre)).astype(np.float64)
+                floats = column.astype(kind, copy=False)
+                centre = float(np.quantile(floats, 0.5, method="nearest"))
+                distance = (floats - kind(centre)).astype(np.float64)
             else:  # the distances from the least are exact, also of numbers that float64 cannot hold
                 centre = float(np.median(column.astype(np.float64)))
                 distance = (column - column.min()).astype(np.uint64).astype(np.float64)
