@@ -406,13 +406,14 @@ def test_in_float32_as_well():
     "draw",
     [
         lambda g: np.where(g.uniform(size=400) < 0.8, 1 / (1 + np.exp(-g.normal(33, 1, 400))), g.uniform(size=400)),
+        lambda g: np.where(g.uniform(size=400) < 0.85, 100 / 3 + 2e-15 * g.integers(-3, 4, 400), 100 * g.uniform(size=400)),
         lambda g: 1.7e9 + 5e-5 * g.normal(size=400),
         lambda g: (1e6 + g.normal(size=400)).astype(np.float32),
         lambda g: np.where(g.uniform(size=400) < 0.1, g.normal(size=400), 0),
         lambda g: (g.uniform(size=400) < 0.02).astype(np.float32),
         lambda g: 10**15 + g.integers(0, 100, 400),
     ],
-    ids=["saturated", "times", "float32", "zeros", "rare", "large"],
+    ids=["saturated", "shares", "times", "float32", "zeros", "rare", "large"],
 )
 def test_columns_that_hardly_vary_but_not_by_rounding_are_fine(draw):
     expect_distinguishable("who", draw(np.random.default_rng(0))[:, None])

@@ -112,6 +112,20 @@ def test_before_the_first_step_there_is_nothing_to_keep(monkeypatch):
         model(on_interrupt="keep").fit(ROWS)
 
 
+def test_an_interrupt_while_the_rows_are_scored_leaves_nothing_that_is_half_fitted(monkeypatch):
+    """`predict` judged by the offset of an earlier fit."""
+
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    fitted = model(max_steps=20).fit(ROWS)
+    monkeypatch.setattr(selfnorm.estimator, "scores_of", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fitted.fit(1000 * ROWS)
+    with pytest.raises(NotFittedError):
+        fitted.predict(ROWS)
+
+
 @pytest.mark.filterwarnings("ignore:.*left out:UserWarning")
 def test_an_interrupted_second_fit_leaves_nothing_of_the_first():
     """The columns of the one with the flow of the other would give numbers all the same."""

@@ -128,11 +128,12 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         learned = self._trained(dataset, int(random.randint(2**31)))
         if told := note_on_size(dataset, tests=False):
             warnings.warn(f"SelfNormDensity: {told}", stacklevel=2)
-        self.flow_ = Flow(Chain(standardize, learned.bijection), learned.base).eval()
+        flow = Flow(Chain(standardize, learned.bijection), learned.base).eval()
         self.validation_nll_ -= standardize.scale.log().sum().item()  # in X's units
-        scores = self._log_prob(table)
+        scores = self._log_prob(flow, table)
         lowest = scores[np.isfinite(scores)].min()
         self.offset_ = float(np.quantile(scores.clip(lowest), self.contamination))
+        self.flow_ = flow  # last: only now is the estimator fitted
         return self
 
     def __sklearn_is_fitted__(self) -> bool:
@@ -141,7 +142,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
     def score_samples(self, X: ArrayLike) -> Floats:
         """Returns the exact log-likelihood of each row, in nats."""
         check_is_fitted(self)
-        return self._log_prob(self._validated(X, reset=False))
+        return self._log_prob(self.flow_, self._validated(X, reset=False))
 
     def score(self, X: ArrayLike, y: object = None) -> float:
         """Returns the mean log-likelihood of the rows; higher is better, as cross-validation expects."""
@@ -180,11 +181,11 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
                 raise
             raise ValueError(f"{error}\nSelfNormDensity: expected finite numbers, got others in {listed(wrong)}") from None
 
-    def _log_prob(self, table: NDArray[np.floating]) -> Floats:
+    def _log_prob(self, flow: Flow, table: NDArray[np.floating]) -> Floats:
         # torch.tensor copies: the rows may be a read-only memory map, which torch does not accept.
         rows = torch.tensor(table[:, self._varying()], dtype=torch.float64)
         with cpu_threads(1):
-            scores: Floats = scores_of(self.flow_, rows, None, torch.device("cpu"), batch_size=10_000).numpy()
+            scores: Floats = scores_of(flow, rows, None, torch.device("cpu"), batch_size=10_000).numpy()
         coarse = min(table.dtype, self.constant_values_.dtype, key=lambda dtype: dtype.itemsize)  # in which 0.1 is 0.1
         differs = (table[:, self.constant_columns_].astype(coarse) != self.constant_values_.astype(coarse)).any(1)
         return np.where(differs, -np.inf, scores)

@@ -228,11 +228,13 @@ def test_figures_that_a_run_could_not_draw_are_drawn_by_going_on(copy):
     assert drawn.stat().st_size > 0 and (copy / NAMES[0] / "result.json").read_bytes() == result
 
 
-def test_weights_of_another_run_are_not_measured_as_this_ones(copy):
-    shutil.copy(copy / NAMES[1] / "best.safetensors", copy / NAMES[0])
+@pytest.mark.parametrize("names", [("best.safetensors",), ("best.safetensors", "result.json")])
+def test_weights_of_another_run_are_not_measured_as_this_ones(copy, names):
+    for name in names:
+        shutil.copy(copy / NAMES[1] / name, copy / NAMES[0])
     result = invoke("compare", *NAMES, *SHORT, "--run", copy, "-q")
     assert result.exit_code == 3
-    assert f"{NAMES[0]}/best.safetensors: expected the weights with the validation NLL in result.json" in result.output
+    assert f"{NAMES[0]}/best.safetensors: expected the recipe that the run started with, got a different" in result.output
 
 
 def test_a_signal_saves_the_run_under_way_and_says_how_to_go_on(tmp_path):

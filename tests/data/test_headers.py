@@ -82,6 +82,37 @@ def test_a_first_line_unlike_those_below_is_said(tmp_path, first, says):
     assert layout.names == () and (told in layout.notes) == says
 
 
+@pytest.mark.parametrize("first", ["1,2", "2019,2020", "101,103,107,112,118,121,130,140", "city,2019,2020"])
+def test_numbers_that_count_or_rise_above_whole_numbers_are_said(tmp_path, first):
+    columns = first.count(",") + 1
+    rows = np.random.default_rng(3).integers(10, 900, size=(300, columns)).astype(object)
+    rows[:, 0] = [f"s{row}" for row in range(300)] if "city" in first else rows[:, 0]
+    path = write(tmp_path, first + "\n" + "".join(",".join(map(str, row)) + "\n" for row in rows))
+    values, layout = read_values(path, drop=["1"] if "city" in first else [])
+    told = f"the numbers of the first line ({first.replace(',', ', ')})".replace("118, 121, 130, 140", "118 and 3 more")
+    assert len(values) == 301 and any(told in note and "use --header if they are names" in note for note in layout.notes)
+
+
+@pytest.mark.parametrize(
+    "first", ["NA,3,7,12", "?,1,2,3", "0,1,2,NA", "0,1,2,n/a", "0,,1,2", "3,5,?,8", "0,1,2,setosa", "setosa,0,1,2"]
+)
+def test_a_row_with_a_missing_value_or_a_repeated_text_is_no_header(tmp_path, first):
+    """Nor is it said to be one, which would lose it."""
+    rows = np.random.default_rng(3).normal(size=(30, 4)).astype(object)
+    if "setosa" in first:
+        rows[:, first.split(",").index("setosa")] = ["setosa", "virginica"] * 15
+    path = write(tmp_path, first + "\n" + "".join(",".join(map(str, row)) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=r"line 1, column \d: expected a number"):
+        read_values(path)
+
+
+def test_names_beside_a_column_of_text_may_be_a_row(tmp_path):
+    rows = "".join(f"0.5,{row}.5,1.5,item{row}\n" for row in range(30))
+    layout = read_values(write(tmp_path, "0,1,2,itemA\n" + rows), drop=["itemA"])[1]
+    assert layout.columns == ("0", "1", "2")
+    assert "the numbers of the first line (0, 1, 2, itemA) are read as names: use --no-header if they are a row" in layout.notes
+
+
 def normal_rows(columns):
     return np.random.default_rng(2).normal(size=(40, columns)).tolist()
 

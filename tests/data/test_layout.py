@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from selfnorm.data import load_dataset
+from selfnorm.data.arrays import read_values
 from selfnorm.data.layout import TableLayout, constant_columns, discrete_columns
 from selfnorm.data.matching import read_matching
 
@@ -181,6 +182,30 @@ def test_names_that_are_numbers_are_found_again(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("first", "rows", "header"),
+    [
+        ("1,0", [(1, 18), (0, 22)], False),
+        ("2,0,1", [(2, 0, 1), (0, 2, 1)], False),
+        ("k0,1,0", [("k1", 1, 18), ("k2", 0, 22)], False),
+        ("0,1", [(1, 18), (0, 22)], True),
+        ("id,0,1", [("k1", 1, 18), ("k2", 0, 22)], True),
+    ],
+)
+def test_a_row_may_hold_the_names_that_are_numbers(tmp_path, first, rows, header):
+    """A row 1,0 was taken for names, and the columns exchanged, without a word."""
+    layout = TableLayout(tuple(sorted(set(first.split(",")) & {"0", "1", "2"})), first.count(",") + (not first[0].isalpha()))
+    path = write(tmp_path / "t.csv", first, *zip(*rows, strict=True))
+    if first.startswith("k0"):
+        with pytest.raises(ValueError, match="line 1, column 1: expected a number"):
+            matched(path, layout)
+        return
+    found = matched(path, layout)
+    assert len(found.values) == 3 - header
+    read = "names: use --no-header if they are a row" if header else "a row: use --header if they are names"
+    assert (f"are read as {read}" in found.understood) or first.startswith("id")
+
+
 def test_an_index_before_names_that_are_numbers_is_skipped(tmp_path):
     layout = TableLayout(("", "a", "b", "c"), 4, ((0, "counts the rows"),))
     path = write(tmp_path / "t.csv", ",0,1,2", range(2), a := [0.5, 1.5], a, a)
@@ -351,3 +376,13 @@ def test_a_constant_is_the_same_in_any_precision(tmp_path, value):
         assert all(matched(file, layout).differs == [""] * 40 for file in files)
     np.save(files[0], np.insert(VALUES, 1, value + 1e-12, axis=1))
     assert "" not in matched(files[0], load_dataset(str(files[1])).table).differs
+
+
+def test_rows_to_be_scored_may_lie_close_together(tmp_path):
+    """Their spread is not the one that whole numbers must be resolved at: that is the training data's."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    times = 1_700_000_000_000_000_000 + np.array([0, 500])
+    parquet.write_table(arrow.table({"t": times}), tmp_path / "t.parquet")
+    assert matched(tmp_path / "t.parquet", TableLayout(("t",), 1)).values.shape == (2, 1)
+    with pytest.raises(ValueError, match="expected numbers that float64 can tell apart"):
+        read_values(tmp_path / "t.parquet")

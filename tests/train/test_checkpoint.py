@@ -118,12 +118,17 @@ def test_a_loaded_flow_scores_bit_for_bit_as_the_trained_one(trained, default):
         assert selfnorm.load(path).sample(3).dtype == torch.float32
 
 
-def test_a_folder_stands_for_its_best_or_else_its_last_checkpoint(trained, tmp_path):
+def test_a_folder_stands_for_its_best_checkpoint_and_no_other(trained, tmp_path):
+    """A run always has one. The last weights may be far worse, and were used without a word."""
     _, best, _ = trained
-    save_checkpoint(tmp_path / "last.safetensors", replace(best, columns=("last",)))
-    assert checkpoints.checkpoint_path(tmp_path).name == "last.safetensors"
+    save_checkpoint(tmp_path / "last.safetensors", best)
+    with pytest.raises(
+        ValueError, match=r"best.safetensors: expected the best weights of the run, got none; .*last.safetensors, from"
+    ):
+        checkpoints.open_checkpoint(tmp_path)
+    assert checkpoints.open_checkpoint(tmp_path / "last.safetensors")[1].data == best.data
     save_checkpoint(tmp_path / "best.safetensors", best)
-    assert checkpoints.checkpoint_path(tmp_path).name == "best.safetensors"
+    assert checkpoints.open_checkpoint(tmp_path)[0] == tmp_path / "best.safetensors"
 
 
 @pytest.mark.parametrize("part", [0, 4, 8, 100, 0.5, 0.999])
@@ -266,7 +271,7 @@ def test_an_absurd_shape(file):
 def test_a_missing_file(tmp_path):
     assert "got no such file" in refused(tmp_path / "nowhere" / "best.safetensors")
     assert "no such file" in refused(tmp_path / "nowhere")
-    assert "neither" in refused(tmp_path)
+    assert "expected a run folder with best.safetensors, got none" in refused(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -276,15 +276,32 @@ def test_scores_that_cannot_be_verified_are_used_with_a_note(table_run, tmp_path
     assert f"{run / 'training_scores.npy'}: the run's result holds no digest of this file" in result.stderr
 
 
-def test_the_best_weights_of_another_run_are_not_taken_for_its_own(table_run, tmp_path):
-    """Each file is whole, but the scores and the rest of the run do not belong to these weights."""
+OTHERS_RECIPE = "best.safetensors: expected the recipe that the run started with, got a different optimiser.seed in recipe.toml"
+
+
+@pytest.mark.parametrize("names", [("best.safetensors",), ("best.safetensors", "result.json", "training_scores.npy")])
+def test_the_best_weights_of_another_run_are_not_taken_for_its_own(table_run, tmp_path, names):
+    """Each file is whole, but the rest of the run does not belong to these weights."""
+    run, other = shutil.copytree(table_run[0], tmp_path / "run"), tmp_path / "other"
+    ok("fit", table_run[1], "--set", "epochs=4", "--set", "seed=1", "--run", other, "--quiet")
+    for name in names:
+        shutil.copy(other / name, run)
+    table = table_run[1]
+    for call in (("score", run, table), ("eval", run), ("sample", run, "-n", "3"), ("doctor", run), ("train", "--resume", run)):
+        assert OTHERS_RECIPE in fails(*call)
+    (run / "recipe.toml").unlink()  # then nothing says whose they are
+    ok("eval", run)
+
+
+def test_other_weights_of_the_same_recipe_are_not_taken_for_the_best_ones(table_run, tmp_path):
+    """As from another machine; the training scores are not theirs."""
     run = shutil.copytree(table_run[0], tmp_path / "run")
-    ok("fit", table_run[1], "--set", "epochs=2", "--set", "layers=1", "--set", "seed=5", "--run", tmp_path / "other")
-    shutil.copy(tmp_path / "other" / "best.safetensors", run)
+    best = read_checkpoint(run / "best.safetensors")
+    save_checkpoint(run / "best.safetensors", replace(best, progress={**best.progress, "best_nll": 2.5}))
     said = fails("score", run, table_run[1])
-    assert "best.safetensors: expected the weights with the validation NLL in result.json" in said
-    said = fails("train", "--resume", run)
-    assert "best.safetensors: expected the recipe that the run started with, got a different" in said and "optimiser.seed" in said
+    assert (
+        "best.safetensors: expected the weights with the validation NLL in result.json" in said and "got others, with 2.5" in said
+    )
 
 
 def test_a_changed_digit_of_a_result_is_noticed(table_run, tmp_path):

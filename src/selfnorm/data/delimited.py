@@ -71,15 +71,16 @@ class DelimitedFile:
         self.guess = ""
         is_open = header is None
         if header is None:
-            numeric = {cell for cell in cells if is_number(cell, self._commas)}
-            known = set(expected or ())
-            header = bool(known) and known <= set(cells)
-            header = header or (bool(numeric) and numeric <= known and len(numeric) < len(set(cells)))  # some, beside text
+            numeric = [cell for cell in cells if is_number(cell, self._commas)]
+            holds_names = _holds_names(cells, below, numeric, expected or ())
+            header = holds_names is True
             if not header and is_header(first, below, quoted=quoted, commas=self._commas, is_open=expected is None):
                 header = numeric_names or not numeric
-                self.guess = _say_guess(cells, header) if numeric and may_be_row(cells, below, self._commas) else ""
-            elif not header and numeric_names and may_be_header(cells, below, self._commas):
-                self.guess = _say_guess(cells, header)
+            if header or not numeric_names:
+                unsure = bool(numeric) and may_be_row(cells, below, self._commas)
+            else:
+                unsure = holds_names is None or may_be_header(cells, below, self._commas)
+            self.guess = _say_guess(cells, header) if unsure else ""
         if header and not below:
             raise ValueError(f"{path}: expected at least one row of numbers, got none")
         if header and all(len(row) == len(first) + 1 for row in below):
@@ -264,6 +265,22 @@ def _first_lines(path: Path, stream: TextIO) -> list[str]:
             if len(lines) >= SAMPLE_LINES or (len(lines) > 2 and characters > SAMPLE_CHARACTERS):
                 break
     return lines
+
+
+def _holds_names(
+    cells: Sequence[str], below: Sequence[Sequence[str]], numeric: Sequence[str], names: Collection[str]
+) -> bool | None:
+    """Returns whether a line holds the names of the training data: all of them, or beside text some that are numbers.
+
+    A row may have such numbers, too. So names that are all numbers must stand in their order, or not be repeated below; None if
+    they do neither.
+    """
+    if not names or not (set(names) <= set(cells) or (numeric and set(numeric) <= set(names) and set(cells) > set(numeric))):
+        return False
+    rest = iter(names)
+    if any(name not in numeric for name in names) or all(cell in rest for cell in numeric):
+        return True
+    return None if any(cell == other.strip() for row in below for cell, other in zip(cells, row, strict=False)) else True
 
 
 def _say_guess(cells: Sequence[str], header: bool) -> str:

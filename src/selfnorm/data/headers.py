@@ -10,6 +10,7 @@ from itertools import dropwhile, pairwise
 WHOLE = re.compile(r"[+-]?[0-9]+")
 COMMA_NUMBER = re.compile(r"[+-]?[0-9]+,[0-9]+([eE][+-]?[0-9]+)?")
 UNNAMED = re.compile(r"(Unnamed: [0-9].*|__index_level_[0-9]+__)?")  # as pandas writes, or reads and writes, an index
+MISSING = ("na", "n/a", "#n/a", "null", "none", "missing", "?", "-", "--", ".")  # in lower case; no names beside numbers
 LONGEST_NAME = 20  # of a whole number, in characters
 RARE, UNUSUAL = 0.01, 0.05  # if a first line is less likely than this as a row, it is read as names, or noted as possible names
 
@@ -40,7 +41,8 @@ def is_header(
 
     A line without any number is one. So is a line that begins with an empty cell, as pandas writes the name of an index, if no
     line below does, and a line of quoted cells above lines without quotes, if all its numbers are whole. Other numbers are names
-    only if they are whole, rise from column to column, and the values below do not look like a continuation:
+    only if they are whole, rise from column to column, the values below do not look like a continuation, and no text beside them
+    stands for a missing value or is repeated below:
 
     counting from 0:  three columns or more; fewer only above columns of which each is all whole or all not, and one is not; or
                       two, or one beside text, if `is_open` and hardly any row below has these numbers.
@@ -63,7 +65,9 @@ def is_header(
         return False
     if quoted:
         return True
-    if any(len(cells[index]) >= LONGEST_NAME for index in numeric):
+    if any(len(cells[index]) >= LONGEST_NAME for index in numeric) or not all(cells[1:]):
+        return False
+    if any(cells[index].lower() in MISSING or any(row[index].strip() == cells[index] for row in rows) for index in named):
         return False
     numbers = [int(cells[index]) for index in numeric]
     counts = all(after == before + 1 for before, after in pairwise(numbers))
@@ -86,21 +90,24 @@ def is_header(
 
 
 def may_be_row(first: Sequence[str], below: Sequence[Sequence[str]], commas: bool) -> bool:
-    """Returns whether a header may be a row after all: one of numbers alone, or one that lacks only its first number.
+    """Returns whether a header may be a row after all: of numbers, texts above other texts, and perhaps without its first number.
 
     The first number is not missing if the cells below it are an index: distinct texts or whole numbers.
     """
     under = [row[0].strip() for row in below]
     is_index = len(set(under)) == len(under) and not any(is_number(cell, commas) and not WHOLE.fullmatch(cell) for cell in under)
     lacks_first = is_unnamed(first[0].strip()) and not is_index
-    return all(is_number(cell.strip(), commas) for cell in first[lacks_first:])
+    with_text = {index for row in below for index, cell in enumerate(row) if cell.strip() and not is_number(cell.strip(), commas)}
+    may_be = [is_number(cell.strip(), commas) or (bool(cell.strip()) and index in with_text) for index, cell in enumerate(first)]
+    return all(may_be[lacks_first:])
 
 
 def may_be_header(first: Sequence[str], below: Sequence[Sequence[str]], commas: bool = False) -> bool:
     """Returns whether a first line that is read as a row may hold names after all, judged like `is_header`, but less strictly.
 
-    Those are distinct numbers that count from 0, three or more that rise and lie outside of the values below, three or more that
-    are evenly spaced if hardly any row below is, or whole ones if hardly any number below is. Columns of text do not matter.
+    Those are distinct numbers that count from 0; that count, or three or more that rise or are evenly spaced, if hardly any row
+    below does; three or more that rise and lie outside of the values below; or whole ones if hardly any number below is. Columns
+    of text do not matter.
     """
     even = [row for row in below if len(row) == len(first)]
     numeric = [index for index, cell in enumerate(first) if is_number(cell.strip(), commas)]
@@ -113,14 +120,24 @@ def may_be_header(first: Sequence[str], below: Sequence[Sequence[str]], commas: 
         return False
     if numbers == list(range(len(numbers))) and all(map(WHOLE.fullmatch, cells)):
         return True
-    if _is_even(numbers) and _share(map(_is_even, rows)) < UNUSUAL:
+    enough = UNUSUAL if len(numbers) > 2 else RARE
+    if any(looks(numbers) and _share(map(looks, rows)) < enough for looks in (_counts, _is_even, _rises)):
         return True
     is_whole = [[WHOLE.fullmatch(cell) is not None for cell in line] for line in (cells, *lines)]
     if all(is_whole[0]) and math.prod(map(_share, zip(*is_whole[1:], strict=True))) < UNUSUAL:
         return True
-    columns = zip(*rows, strict=True)
-    rises = len(numbers) >= 3 and all(after > before for before, after in pairwise(numbers))
-    return rises and all(not min(values) <= number <= max(values) for number, values in zip(numbers, columns, strict=True))
+    columns = zip(numbers, zip(*rows, strict=True), strict=True)
+    return _rises(numbers) and all(not min(values) <= number <= max(values) for number, values in columns)
+
+
+def _counts(numbers: Sequence[float]) -> bool:
+    """Returns whether two whole numbers or more follow each other."""
+    return len(numbers) >= 2 and numbers[0].is_integer() and all(after == before + 1 for before, after in pairwise(numbers))
+
+
+def _rises(numbers: Sequence[float]) -> bool:
+    """Returns whether three numbers or more rise."""
+    return len(numbers) >= 3 and all(after > before for before, after in pairwise(numbers))
 
 
 def _is_even(numbers: Sequence[float]) -> bool:

@@ -46,7 +46,9 @@ def open_table(
 
     See `DelimitedFile` for the other arguments.
     """
-    return ParquetFile(path) if path.suffix.lower() == ".parquet" else DelimitedFile(path, header, numeric_names, expected)
+    if path.suffix.lower() == ".parquet":
+        return ParquetFile(path, is_measure=expected is None)
+    return DelimitedFile(path, header, numeric_names, expected)
 
 
 def is_table(path: Path) -> bool:
@@ -74,13 +76,17 @@ class ArrayTable:
 
 
 class ParquetFile:
-    """A Parquet table; needs pyarrow, the `parquet` extra."""
+    """A Parquet table; needs pyarrow, the `parquet` extra.
 
-    def __init__(self, path: Path) -> None:
+    is_measure:  whether the spread of its columns is what whole numbers must be resolved at; that of rows to be scored is not.
+    """
+
+    def __init__(self, path: Path, is_measure: bool = True) -> None:
         self._arrow = require_module("pyarrow", str(path), "selfnorm[parquet]")
         self._parquet = require_module("pyarrow.parquet", str(path), "selfnorm[parquet]")
         expect_regular(path)
         self.path = path
+        self._is_measure = is_measure
         schema, self._rows = self._read(lambda: (self._parquet.read_schema(path), self._parquet.read_metadata(path).num_rows))
         self.names: tuple[str, ...] = tuple(schema.names)
         self._types = list(schema.types)
@@ -114,7 +120,7 @@ class ParquetFile:
                 f"{self.path}: expected no empty cells, got {column.null_count}, the first in {name}, row {row}, counted from 0"
             )
         numbers = column.to_numpy()
-        if numbers.dtype.kind in "iu":
+        if self._is_measure and numbers.dtype.kind in "iu":
             expect_distinguishable(str(self.path), numbers, [name])
         values[:] = numbers
         if not (finite := np.abs(values) <= FLOAT32_MAX).all():  # False for NaN too

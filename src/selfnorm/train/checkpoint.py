@@ -65,6 +65,15 @@ class Checkpoint:
         """Returns whether training can continue from it: it is the start, or holds the optimiser's moments."""
         return self.progress.get("step") == 0 or bool(self.part("adam."))
 
+    def expect_recipe(self, recipe: Recipe) -> None:
+        """Raises ValueError if the recipe of the run's folder differs, but for where its data lies and what a divergence does."""
+        before = self.recipe.changed(folder=recipe.data.folder, on_divergence=recipe.optimiser.on_divergence)
+        if changed := before.differences(recipe):
+            raise ValueError(
+                f"expected the recipe that the run started with, got a different {', '.join(changed)} in recipe.toml: one of the "
+                "two files is not the run's own"
+            )
+
     def flow(self) -> Flow:
         """Returns the flow of the data, on the CPU and in eval mode; in float64 if float32 cannot resolve the data."""
         learned, origin = self.learned_flow(), self.tensors.get("data.origin")
@@ -244,14 +253,16 @@ def load(run_dir_or_checkpoint: str | Path) -> Flow:
 
 
 def open_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
-    """Returns the checkpoint of a run folder, see `checkpoint_path`, or in a file, and its path."""
-    file, folder = checkpoint_path(path), RunFolder(path)
-    return file, read_best(folder) if file == folder.best else read_checkpoint(file)
+    """Returns the best checkpoint of a run folder, or the one in a file, and its path."""
+    file = checkpoint_path(path)
+    return file, read_best(RunFolder(path)) if path.is_dir() else read_checkpoint(file)
 
 
 def read_best(folder: RunFolder) -> Checkpoint:
-    """Returns the best checkpoint of a run; if it is damaged, the error names the last one, if whole, but never uses it."""
+    """Returns the best checkpoint of a run; if it is damaged or gone, the error names the last one, but never uses it."""
     try:
+        if not folder.best.exists():
+            raise ValueError(f"{folder.best}: expected the best weights of the run, got none")
         return read_checkpoint(folder.best)
     except ValueError as error:
         if not _is_whole(folder.last):
@@ -272,13 +283,13 @@ def _is_whole(path: Path) -> bool:
 
 
 def checkpoint_path(path: Path) -> Path:
-    """Returns the checkpoint file that a path stands for: in a run folder the best one, or the last one if there is no best."""
+    """Returns the checkpoint file that a path stands for: in a run folder the best one."""
     if not path.is_dir():
         return path
     folder = RunFolder(path)
     if not folder.best.exists() and not folder.last.exists():
-        raise ValueError(f"{path}: expected a run folder with {folder.best.name} or {folder.last.name}, got neither")
-    return folder.best if folder.best.exists() else folder.last
+        raise ValueError(f"{path}: expected a run folder with {folder.best.name}, got none")
+    return folder.best
 
 
 def detached_copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -94,6 +94,13 @@ class RunFolder:
             raise ValueError(f"{self.recipe}: expected text, got something else") from None
         return from_toml(text, str(self.recipe))
 
+    def stored_recipe(self) -> Recipe | None:
+        """Returns the recipe of the run; None if there is none that can be read."""
+        try:
+            return self.read_recipe()
+        except ValueError:
+            return None
+
     def log(self, record: dict[str, Any]) -> int:
         """Appends a record to the metrics and returns the length of the file afterwards."""
         if self._log is None:

@@ -204,9 +204,7 @@ def _resumed_run(
 
 def _expect_same_recipe_and_data(checkpoint: Checkpoint, recipe: Recipe, dataset: Dataset) -> None:
     """Raises ValueError if the recipe or the data differ from those that the run started with."""
-    before = checkpoint.recipe.changed(folder=recipe.data.folder, on_divergence=recipe.optimiser.on_divergence)
-    if changed := before.differences(recipe):
-        raise ValueError(f"expected the recipe that the run started with, got a different {', '.join(changed)} in recipe.toml")
+    checkpoint.expect_recipe(recipe)
     if checkpoint.data != fingerprint(dataset):
         raise ValueError(f"expected the data that the run started with, got other data from {recipe.data.source}")
 

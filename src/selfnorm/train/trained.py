@@ -53,6 +53,8 @@ class Trained:
             raise ValueError(f"{path}: expected a run folder or a checkpoint, got nothing there")
         file, checkpoint = open_checkpoint(path)
         with located(str(file)):
+            if path.is_dir() and (recipe := RunFolder(path).stored_recipe()):
+                checkpoint.expect_recipe(recipe)
             flow = checkpoint.flow()
         return cls(file, checkpoint, flow.to(device), torch.device(device))
 
@@ -159,8 +161,7 @@ class Trained:
             folder = RunFolder(self.path.parent)
             raise ValueError(
                 f"{self.path}: expected the weights with the validation NLL in {folder.result.name}, {result.validation_nll:g}, "
-                f"got others, with {best:g}, to which the rest of the folder does not belong; put the run's own file back, or "
-                f"continue the run with `selfnorm train --resume {folder.path}`"
+                f"got others, with {best:g}, to which the rest of the folder does not belong; put the run's own file back"
             )
 
     def _training_scores(self) -> NDArray[np.float64]:
