@@ -198,3 +198,22 @@ def test_numbers_behind_the_separators_at_the_end_of_lines_are_found(tmp_path):
         read_values_of(tmp_path, "a,b\n" + "1,2,\n" * 2001 + "1,2,3\n")
     with pytest.raises(ValueError, match=r"line 3: expected 2 columns, as in the first line, got 3"):
         read_values_of(tmp_path, "a,b\n1,2\n1,2,\n")
+
+
+@pytest.mark.parametrize("names", ["0;1;2", "a;b;c"])
+@pytest.mark.parametrize("blank", ["   ", "", '""', "\t"])
+def test_a_blank_line_before_the_names_is_not_taken_for_them(tmp_path, names, blank):
+    """Then numbers that are names were read as a row."""
+    rows = np.random.default_rng(0).normal(size=(6, 3))
+    text = "".join(";".join(map(repr, row)) + "\n" for row in rows.tolist())
+    (tmp_path / "t.csv").write_text(f"{blank}\n{names}\n{text}")
+    if blank == '""':
+        with pytest.raises(ValueError, match=r"line (1|2)"):
+            read_values(tmp_path / "t.csv")
+        return
+    values, layout = read_values(tmp_path / "t.csv")
+    assert layout.names == tuple(names.split(";")) and len(values) == 6
+    rows = "".join(f"s{row};1.5;{row}.5\n" for row in range(6))  # read cell by cell
+    (tmp_path / "t.csv").write_text(f"{blank}\n{names}\n{rows}")
+    values, layout = read_values(tmp_path / "t.csv", drop=[names[0]])
+    assert layout.names == tuple(names.split(";")) and len(values) == 6

@@ -168,7 +168,7 @@ class DelimitedFile:
             reader = csv.reader(stream, delimiter=self._separator, skipinitialspace=True)
             rows = ((reader.line_num, self._without_end(row)) for row in reader if row)
             if self.names:
-                next(rows)
+                next(row for _, row in rows if _is_filled(row))
             yield rows
 
     def _parse(self, columns: list[int] | None, commas: bool) -> NDArray[np.float64] | None:
@@ -176,7 +176,7 @@ class DelimitedFile:
         with self._opened() as stream:
             if self.names:
                 reader = csv.reader(stream, delimiter=self._separator, skipinitialspace=True)
-                next(row for row in reader if row)
+                next(filter(_is_filled, reader))
             lines = self._with_points(stream, columns) if commas else stream
             try:
                 first = next((line for line in lines if line.strip() or self._separator in line), "")
@@ -247,6 +247,10 @@ class _Unpacked(io.RawIOBase):
             if self._left < 0:
                 raise _TooLargeError(f"{self._path}: expected a table that fits into the available memory, got a larger one")
         return len(data)
+
+
+def _is_filled(row: Sequence[str]) -> bool:
+    return any(cell.strip() for cell in row)
 
 
 def _first_lines(path: Path, stream: TextIO) -> list[str]:
