@@ -268,7 +268,7 @@ def read_best(folder: RunFolder) -> Checkpoint:
         if not _is_whole(folder.last):
             raise
         raise ValueError(
-            f"{error}; {folder.last}, from the end of training, is whole: name it in place of the folder to use its weights"
+            f"{error}; {folder.last}, from the end of training, is whole: name it in place of the folder to evaluate, score or sample with it"
         ) from None
 
 
