@@ -370,6 +370,8 @@ def test_times_alone_are_no_numbers(unit):
     fitted = SelfNormDensity(max_steps=2).fit(np.random.default_rng(0).normal(size=(30, 2)))
     with pytest.raises(ValueError, match="expected numbers, got times"):
         fitted.score_samples(times)
+    with pytest.raises(ValueError, match="expected numbers, got times"):
+        fitted.score_samples(list(times))
     frame = OfOneType(first=times[:, 0], second=times[:, 1])
     frame.dtypes = [column.dtype for column in (times[:, 0], times[:, 1])]
     with pytest.raises(ValueError, match=r"expected finite numbers, got others in 'first', 'second'$"):
@@ -393,6 +395,25 @@ def test_a_column_that_varies_by_rounding_alone_is_refused(draw, columns):
     rows = np.column_stack([generator.normal(size=(400, columns)), draw(generator)])
     with pytest.raises(ValueError, match=rf"float64 can tell apart, got a spread .* in column 'x{columns}', .*rounding alone$"):
         SelfNormDensity(max_steps=2).fit(rows)
+
+
+def test_a_series_is_told_to_be_a_table():
+    class Series(np.ndarray):
+        dtypes = np.dtype(float)  # one for all, in pandas
+
+    with pytest.raises(ValueError, match="Expected 2D array, got 1D"):
+        SelfNormDensity(max_steps=2).fit(np.random.default_rng(0).normal(size=30).view(Series))
+
+
+@pytest.mark.parametrize("rows", [5, 10, 50, 300])
+def test_the_spread_of_few_rows_is_not_underestimated(rows):
+    refused = 0
+    for seed in range(100):
+        try:
+            expect_distinguishable("who", 1 + np.spacing(1.0) * 30 * np.random.default_rng(seed).normal(size=(rows, 1)))
+        except ValueError:
+            refused += 1
+    assert refused <= (30 if rows < 10 else 8), "of 100 columns with a spread of 30 steps"
 
 
 def test_in_float32_as_well():

@@ -102,7 +102,7 @@ def test_a_flow_without_a_likelihood_is_not_kept(interrupted_early, monkeypatch)
 
     monkeypatch.setattr(Trainer, "_likelihood", singular)
     with pytest.raises(KeyboardInterrupt):
-        model(max_steps=20_000, on_interrupt="keep").fit(ROWS)
+        model(kind="exact", max_steps=20_000, on_interrupt="keep").fit(ROWS)
 
 
 def test_before_the_first_step_there_is_nothing_to_keep(monkeypatch):

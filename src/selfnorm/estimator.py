@@ -171,8 +171,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
     def _validated(self, X: ArrayLike, **options: Any) -> NDArray[np.floating]:
         """Returns X as an array of finite numbers; an error names the columns of a data frame that are none."""
         try:
-            types = (getattr(X, "dtype", None), *getattr(X, "dtypes", ()))
-            if any(getattr(each, "kind", None) in ("m", "M") for each in types):
+            if _holds_times(X):
                 raise ValueError("SelfNormDensity: expected numbers, got times; subtract a time, and divide by a unit of time")
             table: NDArray[np.floating] = validate_data(self, X, dtype=FLOATS, **options)
             return table
@@ -279,6 +278,15 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
             )
         self.validation_nll_, self.n_steps_ = best.progress["best_nll"], trainer.progress.step
         return best.flow().double()
+
+
+def _holds_times(X: Any) -> bool:
+    """Returns whether an array, a column of a data frame or the first row of a list holds times, which NumPy makes numbers of."""
+    if isinstance(X, list | tuple):
+        return any(np.asarray(each).dtype.kind in "mM" for each in X[:1])
+    types = getattr(X, "dtypes", ())
+    types = (getattr(X, "dtype", None), *(types if isinstance(types, Iterable) else ()))
+    return any(getattr(each, "kind", None) in ("m", "M") for each in types)
 
 
 def _columns_without_numbers(X: Any) -> list[str]:

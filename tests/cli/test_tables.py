@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 import selfnorm
 from selfnorm.cli import app
 from selfnorm.data import delimited, load_dataset
-from selfnorm.train.checkpoint import read_checkpoint
+from selfnorm.train.checkpoint import read_checkpoint, save_checkpoint
 from selfnorm.train.folder import RunFolder
 from support.commandline import fails, invoke, ok, read_csv
 
@@ -360,8 +361,9 @@ def test_a_file_for_a_run_without_names_keeps_its_first_row(tmp_path):
     assert len(read_csv(ok("score", run, file, "--header"))) == 60
 
 
+@pytest.mark.parametrize("forgotten", [True, False], ids=["earlier version", "this version"])
 @pytest.mark.parametrize("understood", [True, False], ids=["header", "no header"])
-def test_a_run_does_not_guess_again_whether_there_is_a_header(tmp_path, monkeypatch, understood):
+def test_a_run_does_not_guess_again_whether_there_is_a_header(tmp_path, monkeypatch, understood, forgotten):
     """A later version may guess otherwise, and would find other data than the run was trained on."""
     rows = np.random.default_rng(0).integers(2, 400, size=(60, 2))
     write_rows(tmp_path / "t.csv", "0,1", rows)
@@ -370,6 +372,9 @@ def test_a_run_does_not_guess_again_whether_there_is_a_header(tmp_path, monkeypa
     ok("fit", tmp_path / "t.csv", *TINY, "--run", run)
     before = json.loads((run / "result.json").read_text())["test"]["nll"]
     monkeypatch.setattr(delimited, "is_header", lambda *args, **options: not understood)
+    for name in ("best", "last") if forgotten else ():
+        path = run / f"{name}.safetensors"
+        save_checkpoint(path, replace(read_checkpoint(path), table=None))
     ok("train", "--resume", run, "-q")
     assert json.loads((run / "result.json").read_text())["test"]["nll"] == before
     assert json.loads(ok("eval", run, "--samples", "5", "--json"))["nll"] == pytest.approx(before)

@@ -328,6 +328,7 @@ def test_a_guess_is_said(tmp_path, text, said):
 
 
 def test_a_row_that_may_be_names_is_said(tmp_path):
+    assert not read_values(write(tmp_path, "5.5,3.5,9.5\n5,3,9\n7,7,1\n"), keep=["*"])[1].notes
     layout = read_values(write(tmp_path, "0,1,2\n5,3,9\n7,7,1\n"), keep=["*"])[1]
     assert layout.notes == ("the numbers of the first line (0, 1, 2) are read as a row: use --header if they are names",)
 

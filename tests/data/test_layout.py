@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from selfnorm.data import load_dataset
+from selfnorm.data import delimited, load_dataset
 from selfnorm.data.arrays import read_values
 from selfnorm.data.layout import TableLayout, constant_columns, discrete_columns
 from selfnorm.data.matching import read_matching
@@ -204,6 +204,47 @@ def test_a_row_may_hold_the_names_that_are_numbers(tmp_path, first, rows, header
     assert len(found.values) == 3 - header
     read = "names: use --no-header if they are a row" if header else "a row: use --header if they are names"
     assert (f"are read as {read}" in found.understood) or first.startswith("id")
+
+
+@pytest.mark.parametrize(("names", "used"), [("1,2,3", (0, 1)), ("1,2,7", (0, 1)), ("3,1,2", (1, 2)), ("9,8,7,1,2", (3, 4))])
+def test_names_that_are_numbers_are_found_beside_others(tmp_path, names, used):
+    """The file that a run was trained on holds columns that it left out, too."""
+    columns = [[row * place % 6 for row in range(1, 40)] for place in range(1, names.count(",") + 2)]
+    layout = TableLayout(("1", "2"), 2)
+    found = matched(write(tmp_path / "t.csv", names, *columns), layout)
+    assert found.values.T.tolist() == [columns[place] for place in used]
+    assert "are read as names: use --no-header if they are a row" in found.understood
+
+
+def test_another_number_of_columns_is_said_with_the_guess(tmp_path):
+    path = write(tmp_path / "t.csv", "2,1,7", *([1, 2, 3, 4],) * 3)
+    with pytest.raises(
+        ValueError, match=r"expected the 2 columns of the data, got 3; the numbers of .*\(2, 1, 7\) are read as a row"
+    ):
+        matched(path, TableLayout(("1", "2"), 2))
+    path = write(tmp_path / "t.csv", "1,2")
+    with pytest.raises(ValueError, match=r"at least one row of numbers, got none: the numbers .*\(1, 2\) are read as names"):
+        matched(path, TableLayout(("1", "2"), 2))
+
+
+def test_many_names_that_are_numbers_are_found_quickly(tmp_path, monkeypatch):
+    """Each was looked for in the list of all."""
+    count = 3000
+    names = [Compared(str(place)) for place in range(count)]
+    line = [str(place) for place in range(count)]
+    assert delimited._holds_names(line, [], line, names)
+    assert Compared.calls < 10 * count
+
+
+class Compared(str):
+    """A name that counts how often it is compared."""
+
+    calls = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other):
+        Compared.calls += 1
+        return str.__eq__(self, other)
 
 
 def test_an_index_before_names_that_are_numbers_is_skipped(tmp_path):

@@ -100,7 +100,7 @@ def test_times_that_float64_rounds_too_much_are_refused(tmp_path, width, ending)
         arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         parquet.write_table(arrow.table({"a": values[:, 0], "b": values[:, 1]}), path)
     with pytest.raises(ValueError, match=r"float64 can tell apart, .*in column .*multiples of 256; subtract a constant before"):
-        load_dataset(str(path))
+        load_dataset(str(path), check_columns=True)
     np.save(tmp_path / "days.npy", values + GENERATOR(0).integers(0, 10**14, (260, 2)))
     assert len(load_dataset(str(tmp_path / "days.npy")).train) == 208
 
@@ -230,7 +230,7 @@ def test_grey_levels_are_left_alone(tmp_path):
     images = np.zeros((50, 2, 2), np.uint8)
     images[3] = 255
     np.save(tmp_path / "images.npy", images)
-    dataset = load_dataset(str(tmp_path / "images.npy"), check_dependence=True)
+    dataset = load_dataset(str(tmp_path / "images.npy"), check_columns=True)
     assert sum(map(len, (dataset.train, dataset.validation, dataset.test))) == 50
     assert not any("row" in note or "dependent" in note for note in dataset.notes)
 

@@ -289,8 +289,10 @@ def test_the_best_weights_of_another_run_are_not_taken_for_its_own(table_run, tm
     table = table_run[1]
     for call in (("score", run, table), ("eval", run), ("sample", run, "-n", "3"), ("doctor", run), ("train", "--resume", run)):
         assert OTHERS_RECIPE in fails(*call)
-    (run / "recipe.toml").unlink()  # then nothing says whose they are
-    ok("eval", run)
+    with pytest.raises(ValueError, match="expected the recipe that the run started with"):
+        selfnorm.load(run)
+    (run / "recipe.toml").unlink()  # then nothing but a result says whose they are
+    (ok if "result.json" in names else fails)("eval", run)
 
 
 def test_other_weights_of_the_same_recipe_are_not_taken_for_the_best_ones(table_run, tmp_path):
@@ -302,6 +304,16 @@ def test_other_weights_of_the_same_recipe_are_not_taken_for_the_best_ones(table_
     assert (
         "best.safetensors: expected the weights with the validation NLL in result.json" in said and "got others, with 2.5" in said
     )
+
+
+def test_a_run_without_its_checkpoints_is_not_trained_again(table_run, tmp_path):
+    """It was, from the first step on, and its log and result were replaced without a word."""
+    run = shutil.copytree(table_run[0], tmp_path / "run")
+    for name in ("best", "last"):
+        (run / f"{name}.safetensors").unlink()
+    before = digest(run)
+    assert "last.safetensors: expected the checkpoint to resume from, got none" in fails("train", "--resume", run)
+    assert digest(run) == before
 
 
 def test_a_changed_digit_of_a_result_is_noticed(table_run, tmp_path):

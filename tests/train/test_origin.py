@@ -110,3 +110,18 @@ def test_a_damaged_origin_is_refused(far_run, tmp_path):
     checkpoint = read_checkpoint(far_run[0] / "best.safetensors")
     save_checkpoint(tmp_path / "x.safetensors", replace(checkpoint, tensors=checkpoint.tensors | {"data.origin": torch.zeros(3)}))
     assert "expected a finite origin of shape (2,)" in fails("sample", tmp_path / "x.safetensors", "-o", tmp_path / "x.csv")
+
+
+def test_a_run_on_data_that_would_be_refused_today_can_be_used(tmp_path, monkeypatch):
+    """Earlier versions trained on float32 tables that are rounded to steps of a fifth of their spread."""
+    generator = np.random.default_rng(0)
+    rows = np.column_stack([generator.normal(size=200), 1.7e9 + 600 * generator.normal(size=200)]).astype(np.float32)
+    np.save(tmp_path / "t.npy", rows)
+    assert "that float32 can tell apart, got a spread of" in fails(
+        "fit", tmp_path / "t.npy", "--set", "epochs=2", "-q", "--run", tmp_path / "new"
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr("selfnorm.data.own.expect_distinguishable", lambda *args: None)
+        ok("fit", tmp_path / "t.npy", "--set", "epochs=2", "--run", tmp_path / "run")
+    for call in (("eval", tmp_path / "run"), ("train", "--resume", tmp_path / "run"), ("doctor", tmp_path / "run")):
+        ok(*call)

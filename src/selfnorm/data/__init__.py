@@ -54,7 +54,7 @@ def load_dataset(
     drop: Sequence[str] = (),
     keep: Sequence[str] = (),
     set_outliers_aside: bool = True,
-    check_dependence: bool = False,
+    check_columns: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Dataset:
     """Returns a built-in data set, given one of `NAMES`, or your own, given the path of a file or of a folder of images.
@@ -69,7 +69,8 @@ def load_dataset(
                   rows, and reads a first line with a number in it as data. A kept column with one value in all training rows
                   is an error, since it has no density.
     set_outliers_aside:  whether to leave out rows of your own data that lie far from all others (`gross_outliers`).
-    check_dependence:    whether to raise ValueError if columns of your own table are linear functions of others.
+    check_columns:       whether to raise ValueError if columns of your own table have no density that can be learned: linear
+                         functions of others, or numbers that vary by rounding alone.
     on_progress:  called as on_progress(what, done, total) during a download or a conversion; total may be None.
 
     Your own examples are split 80/10/10, always in the same way. A built-in name takes precedence over a file of that name:
@@ -99,4 +100,4 @@ def load_dataset(
             f"got {name!r}, which is neither{did_you_mean(name.lower(), NAMES)}"
         )
     options = TableOptions(header, drop, keep)
-    return load_own_examples(path, levels, options, set_outliers_aside=set_outliers_aside, check_dependence=check_dependence)
+    return load_own_examples(path, levels, options, set_outliers_aside=set_outliers_aside, check_columns=check_columns)

@@ -106,7 +106,7 @@ def as_examples(who: str, array: NDArray[np.generic], form: Form, labels: Sequen
 def _real(who: str, array: NDArray[np.generic], form: Form, labels: Sequence[str]) -> NDArray[np.floating]:
     if not (finite := np.isfinite(array)).all():
         raise _not_finite(who, array, finite)
-    if form != "exact":
+    if form == "resolved" or (form == "stored" and array.dtype.kind in "iu"):
         expect_distinguishable(who, array, labels)
     wide = form == "exact" or (form == "stored" and not np.can_cast(array.dtype, np.float32))
     values = np.ascontiguousarray(array, dtype=np.float64) if wide else as_resolved(array)

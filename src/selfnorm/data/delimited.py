@@ -73,16 +73,16 @@ class DelimitedFile:
         if header is None:
             numeric = [cell for cell in cells if is_number(cell, self._commas)]
             holds_names = _holds_names(cells, below, numeric, expected or ())
-            header = holds_names is True
-            if not header and is_header(first, below, quoted=quoted, commas=self._commas, is_open=expected is None):
-                header = numeric_names or not numeric
-            if header or not numeric_names:
+            looks = holds_names or is_header(first, below, quoted=quoted, commas=self._commas, is_open=expected is None)
+            header = holds_names is True or (looks is True and (numeric_names or not numeric))
+            if looks:
                 unsure = bool(numeric) and may_be_row(cells, below, self._commas)
             else:
-                unsure = holds_names is None or may_be_header(cells, below, self._commas)
+                unsure = numeric_names and (holds_names is None or may_be_header(cells, below, self._commas))
             self.guess = _say_guess(cells, header) if unsure else ""
         if header and not below:
-            raise ValueError(f"{path}: expected at least one row of numbers, got none")
+            why = f": {self.guess}" if self.guess else ""
+            raise ValueError(f"{path}: expected at least one row of numbers, got none{why}")
         if header and all(len(row) == len(first) + 1 for row in below):
             raise ValueError(f"{path}{_expected_names(first, below)}")
         self.names: tuple[str, ...] = tuple(cells) if header else ()
@@ -281,8 +281,8 @@ def _holds_names(
     """
     if not names or not (set(names) <= set(cells) or (numeric and set(numeric) <= set(names) and set(cells) > set(numeric))):
         return False
-    rest = iter(names)
-    if any(name not in numeric for name in names) or all(cell in rest for cell in numeric):
+    rest, known = iter(names), set(names)
+    if known - set(numeric) or all(cell in rest for cell in numeric if cell in known):
         return True
     return None if any(cell == other.strip() for row in below for cell, other in zip(cells, row, strict=False)) else True
 

@@ -74,7 +74,10 @@ def _matched(path: Path, table: Table, layout: TableLayout, ids: Sequence[str]) 
     places = _places_by_name(path, table, layout) if by_name else _places_beside(path, table, layout, identifying)
     if not places:
         _expect_other_width(path, table, layout)
-        return MatchedRows(_all_numbers(table, layout))
+        rows = MatchedRows(_all_numbers(table, layout))
+        if isinstance(table, DelimitedFile) and table.guess:
+            raise ValueError(f"{path}: expected the {len(layout.used)} columns of the data, got {table.width}; {table.guess}")
+        return rows
     used = [places[position] for position in layout.used if position in places]
     constant = [(position, value) for position, value in layout.constant if position in places]
     needed = [*used, *(places[position] for position, _ in constant)]

@@ -16,7 +16,7 @@ from selfnorm.data.dependence import dependence_fault, expect_independent
 from selfnorm.data.layout import EVERYTHING, TableLayout, constant_columns, kept_columns
 from selfnorm.data.outliers import describe_crowd, describe_outliers
 from selfnorm.data.prepare import Prepared, note_on_constants, prepare, with_notes
-from selfnorm.data.resolution import as_resolved
+from selfnorm.data.resolution import as_resolved, expect_distinguishable
 
 KEEP_ROWS = "`--set set_outliers_aside=false`"
 
@@ -36,7 +36,7 @@ class TableOptions:
 
 
 def load_own_examples(
-    path: Path, levels: int | None, options: TableOptions, *, set_outliers_aside: bool, check_dependence: bool
+    path: Path, levels: int | None, options: TableOptions, *, set_outliers_aside: bool, check_columns: bool
 ) -> Dataset:
     """Returns the examples of a file or of a folder of images, split 80/10/10; see `load_dataset`."""
     who = str(path)
@@ -46,7 +46,10 @@ def load_own_examples(
             f"{path}: expected no levels for real numbers, got levels={levels}; only integer images have levels: "
             "an image folder, or a uint8 array of shape (N, H, W), (N, C, H, W) or (N, H, W, C)"
         )
-    examples = as_examples(who, values, "stored", table.short_labels if table else ())
+    labels = table.short_labels if table else ()
+    if check_columns:  # not of a run that was trained on them
+        expect_distinguishable(who, values, labels)
+    examples = as_examples(who, values, "stored", labels)
     if len(examples) < 4:
         raise ValueError(f"{path}: expected at least 4 examples to split into training, validation and test, got {len(examples)}")
     if examples.dtype == torch.uint8:
@@ -70,7 +73,7 @@ def load_own_examples(
         notes.insert(0, f"{path}: {table.describe()}" if table.has_decisions else "")
         notes.append(note_on_constants(prepared, table.labels([position for position, _ in table.constant])))
         labels = table.short_labels
-    if check_dependence:
+    if check_columns:
         fitted = prepared.rows[prepared.parts[0]].reshape(len(prepared.parts[0]), -1)
         if table is not None:
             expect_independent(path.name, fitted, labels, "leave out {} (`--drop` of `selfnorm fit`, `drop` in Python)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import NormalDist
 
 import numpy as np
 import torch
@@ -67,7 +68,8 @@ def expect_distinguishable(who: str, x: NDArray[np.generic], labels: Sequence[st
             distance.sort()
             apart = max(1, len(distance) // 200)  # on each side, since these may be outliers
             low, high = distance[min(apart, len(distance) - 1)], distance[-min(apart + 1, len(distance))]
-            spread = float((high - low) / 5 if high > low else distance.std() * (distance[0] != distance[-1]))
+            widths = 2 * NormalDist().inv_cdf(1 - min(apart + 0.5, 0.45 * len(distance)) / len(distance))
+            spread = float((high - low) / widths if high > low else distance.std() * (distance[0] != distance[-1]))
             step = float(np.spacing(kind(abs(centre))))
         if 0 < spread < FEWEST_STEPS * step:
             raise ValueError(

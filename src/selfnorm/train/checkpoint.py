@@ -71,7 +71,7 @@ class Checkpoint:
         if changed := before.differences(recipe):
             raise ValueError(
                 f"expected the recipe that the run started with, got a different {', '.join(changed)} in recipe.toml: one of the "
-                "two files is not the run's own"
+                "two files is not the run's own, or was edited"
             )
 
     def flow(self) -> Flow:
@@ -255,7 +255,13 @@ def load(run_dir_or_checkpoint: str | Path) -> Flow:
 def open_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
     """Returns the best checkpoint of a run folder, or the one in a file, and its path."""
     file = checkpoint_path(path)
-    return file, read_best(RunFolder(path)) if path.is_dir() else read_checkpoint(file)
+    if not path.is_dir():
+        return file, read_checkpoint(file)
+    checkpoint = read_best(RunFolder(path))
+    if recipe := RunFolder(path).stored_recipe():
+        with located(str(file)):
+            checkpoint.expect_recipe(recipe)
+    return file, checkpoint
 
 
 def read_best(folder: RunFolder) -> Checkpoint:
@@ -268,7 +274,8 @@ def read_best(folder: RunFolder) -> Checkpoint:
         if not _is_whole(folder.last):
             raise
         raise ValueError(
-            f"{error}; {folder.last}, from the end of training, is whole: name it in place of the folder to evaluate, score or sample with it"
+            f"{error}; {folder.last}, from the end of training, is whole: name it in place of the folder to evaluate, score or "
+            "sample with it"
         ) from None
 
 

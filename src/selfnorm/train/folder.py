@@ -94,6 +94,10 @@ class RunFolder:
             raise ValueError(f"{self.recipe}: expected text, got something else") from None
         return from_toml(text, str(self.recipe))
 
+    def has_trained(self) -> bool:
+        """Returns whether the folder holds what a run only has after its first checkpoint."""
+        return self.result.exists() or self.scores.exists() or (self.metrics.exists() and self.metrics.stat().st_size > 0)
+
     def stored_recipe(self) -> Recipe | None:
         """Returns the recipe of the run; None if there is none that can be read."""
         try:

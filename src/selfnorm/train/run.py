@@ -172,18 +172,16 @@ def _resumed_run(
     folder = RunFolder(path)
     stored = folder.read_recipe()
     # At step 0, best is written just before last. If the run was killed in between, it can simply start again.
-    if folder.best.exists() and not folder.last.exists() and not is_start(folder.best):
-        raise ValueError(
-            f"{folder.last}: expected the checkpoint to resume from, got none; {folder.best.name} can be "
-            "evaluated and sampled from, but not resumed"
-        )
+    if not folder.last.exists() and (folder.has_trained() or (folder.best.exists() and not is_start(folder.best))):
+        then = f"; {folder.best.name} can be evaluated and sampled from, but not resumed" if folder.best.exists() else ""
+        raise ValueError(f"{folder.last}: expected the checkpoint to resume from, got none{then}")
     kept = stored.data.folder if reads_folder(stored.data.source) else None  # older runs stored it for any data
     recipe = stored.changed(folder=data_dir or kept, on_divergence=on_divergence or stored.optimiser.on_divergence)
     expect_storable(recipe.data.folder or "")
     with folder.locked():
         folder.remove_partial_files()
         found = checkpoint_to_resume(folder) if folder.last.exists() else None
-        dataset = dataset_of(recipe, on_progress, table=found[1].table if found else None)
+        dataset = dataset_of(recipe, on_progress, columns=found[1].columns if found else None)
         if found and "data.origin" not in found[1].tensors:
             dataset = dataset.narrowed()
         trainer = Trainer(recipe, dataset, device=device, folder=folder, report=report, save_every=save_every)

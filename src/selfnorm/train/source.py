@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from selfnorm.data import NAMES, load_dataset
 from selfnorm.data.dataset import Dataset
-from selfnorm.data.layout import TableLayout
 from selfnorm.data.locate import OnProgress
 from selfnorm.data.prepare import expect_float32_spread
 from selfnorm.data.tables import TEXT_SUFFIXES
@@ -15,17 +15,17 @@ from selfnorm.train.recipe import Recipe
 
 
 def dataset_of(
-    recipe: Recipe, on_progress: OnProgress | None = None, *, is_new: bool = False, table: TableLayout | None = None
+    recipe: Recipe, on_progress: OnProgress | None = None, *, is_new: bool = False, columns: Sequence[str] | None = None
 ) -> Dataset:
     """Returns the data set that a recipe names.
 
-    is_new:  whether a new run is to be trained on it; then data without a density that a flow can learn raise ValueError.
-    table:   how the run understood its table, so that it need not guess again whether there is a header.
+    is_new:   whether a new run is to be trained on it; then data without a density that a flow can learn raise ValueError.
+    columns:  the names of the columns that the run was trained on, which tell whether its table has a header; None if it is new.
     """
     data = recipe.data
     header = data.header
-    if header is None and table is not None and data.source.lower().endswith(TEXT_SUFFIXES):
-        header = bool(table.names)
+    if header is None and columns is not None and data.source.lower().endswith(TEXT_SUFFIXES):
+        header = bool(columns)
     dataset = load_dataset(
         data.source,
         data.folder,
@@ -34,7 +34,7 @@ def dataset_of(
         drop=data.drop,
         keep=data.keep,
         set_outliers_aside=data.set_outliers_aside,
-        check_dependence=is_new,
+        check_columns=is_new,
         on_progress=on_progress,
     )
     if is_new:

@@ -53,16 +53,20 @@ class Trained:
             raise ValueError(f"{path}: expected a run folder or a checkpoint, got nothing there")
         file, checkpoint = open_checkpoint(path)
         with located(str(file)):
-            if path.is_dir() and (recipe := RunFolder(path).stored_recipe()):
-                checkpoint.expect_recipe(recipe)
             flow = checkpoint.flow()
-        return cls(file, checkpoint, flow.to(device), torch.device(device))
+        trained = cls(file, checkpoint, flow.to(device), torch.device(device))
+        if path.is_dir():
+            folder = RunFolder(path)
+            folder.expect_regular_files()
+            if result := Result.stored(folder.result):
+                trained.expect_weights_of(result)
+        return trained
 
     def examples(self, part: str, data_dir: str | None = None) -> Examples:
         """Returns a part of the run's own data: "train", "validation" or "test"."""
         recipe = self.checkpoint.recipe
         stored = recipe.data.folder if reads_folder(recipe.data.source) else None  # older runs stored it for any data
-        dataset = dataset_of(recipe.changed(folder=data_dir or stored), table=self.checkpoint.table)
+        dataset = dataset_of(recipe.changed(folder=data_dir or stored), columns=self.checkpoint.columns)
         dataset = dataset if "data.origin" in self.checkpoint.tensors else dataset.narrowed()
         self._check_shape(dataset.train, recipe.data.source)
         if fingerprint(dataset) != self.checkpoint.data:
