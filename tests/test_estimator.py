@@ -397,6 +397,18 @@ def test_a_column_that_varies_by_rounding_alone_is_refused(draw, columns):
         SelfNormDensity(max_steps=2).fit(rows)
 
 
+@pytest.mark.parametrize("device", ["cuda:99", "meta", "gpu"])
+def test_a_device_that_is_not_there_is_said(device):
+    with pytest.raises(ValueError, match=rf"SelfNormDensity: expected a device of this machine, got '{device}'; use auto"):
+        SelfNormDensity(max_steps=2, device=device).fit(gaussian(30, 0))
+
+
+def test_large_whole_numbers_that_become_the_same_are_pointed_out():
+    table = np.column_stack([1_700_000_000_000_000_000 + np.arange(60), np.random.default_rng(0).integers(0, 99, 60)])
+    with pytest.warns(UserWarning, match=r"'x0': left out.*as large as 1.7e\+18, in 'x0', are rounded to multiples of 256"):
+        SelfNormDensity(max_steps=2).fit(table)
+
+
 def test_a_series_is_told_to_be_a_table():
     class Series(np.ndarray):
         dtypes = np.dtype(float)  # one for all, in pandas

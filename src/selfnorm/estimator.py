@@ -29,6 +29,7 @@ from selfnorm.evaluate.scoring import scores_of
 from selfnorm.flow import Flow, Inverse
 from selfnorm.layers.affine import Standardize
 from selfnorm.runtime.checks import positive_int
+from selfnorm.runtime.device import available_device
 from selfnorm.runtime.threads import cpu_threads
 from selfnorm.train.experiments import recipe_for
 from selfnorm.train.loop import Trainer
@@ -55,7 +56,8 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
     set_outliers_aside:     whether rows that lie far from all others are left out of training and validation: at most one in a
                             hundred, or in a small table one in 20, up to three. They are scored like any others.
     random_state:           the seed for everything: split, weights, order.
-    device:                 where to train; the fitted flow scores on the CPU, in float64.
+    device:                 where to train, as "cuda", or "auto" for an accelerator if there is one; the fitted flow scores on
+                            the CPU, in float64.
     on_interrupt:           what Ctrl-C does during training: "raise" a KeyboardInterrupt, or "keep" the best flow so far, with a
                             ConvergenceWarning. Before the first step there is none to keep, so both raise.
 
@@ -247,7 +249,7 @@ class SelfNormDensity(OutlierMixin, DensityMixin, BaseEstimator):  # type: ignor
         )
         given: dict[str, Any] = {"layers": self.layers, "learning_rate": self.learning_rate}
         recipe = recipe.changed(**{name: value for name, value in given.items() if value is not None})
-        trainer = Trainer(recipe, dataset, device=self.device)
+        trainer = Trainer(recipe, dataset, device=available_device("SelfNormDensity", str(self.device)))
         trainer.start()
         try:
             best = trainer.run()

@@ -105,6 +105,14 @@ def test_times_that_float64_rounds_too_much_are_refused(tmp_path, width, ending)
     assert len(load_dataset(str(tmp_path / "days.npy")).train) == 208
 
 
+def test_an_entry_of_an_array_that_varies_by_rounding_alone_is_named(tmp_path):
+    cube = GENERATOR(0).normal(size=(60, 2, 3))
+    cube[:, 1, 2] = 1 + np.spacing(1.0) * GENERATOR(1).integers(-2, 3, 60)
+    np.save(tmp_path / "cube.npy", cube)
+    with pytest.raises(ValueError, match=r"float64 can tell apart, .*in entry \(2, 3\), where"):
+        load_dataset(str(tmp_path / "cube.npy"), check_columns=True)
+
+
 # Dependent columns
 
 

@@ -9,6 +9,8 @@ from typing import Annotated
 import torch
 import typer
 
+from selfnorm.runtime.device import available_device
+
 
 class InverseChoice(StrEnum):
     auto = "auto"
@@ -65,15 +67,7 @@ RunFolderOption = Annotated[
 
 def resolve_device(name: str) -> torch.device:
     """Returns the device that `--device` names. Raises ValueError if this machine does not have it."""
-    if name == "auto":
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return accelerator or torch.device("cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()  # read back, which fails on "meta"
-    except (RuntimeError, AssertionError):
-        raise ValueError(f"--device: expected a device of this machine, got {name!r}; use auto to choose one") from None
-    return device
+    return available_device("--device", name)
 
 
 def absolute_folder(path: Path | None) -> str | None:

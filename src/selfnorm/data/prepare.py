@@ -79,14 +79,21 @@ def prepare(
 
 
 def note_on_constants(prepared: Prepared, what: str) -> str:
-    """Returns a line about held-out rows that differ in a constant column; empty if there are none."""
-    if not prepared.differing:
-        return ""
-    held_out = sum(map(len, prepared.parts[1:]))
-    return (
-        f"{prepared.differing} of {held_out} held-out rows differ in {what}, constant in the training rows: their log-likelihood "
-        "is −∞, and the validation and test likelihoods are those of the other columns"
-    )
+    """Returns what there is to say about rows that differ in a constant column, or may; usually nothing."""
+    told = []
+    if prepared.differing:
+        held_out = sum(map(len, prepared.parts[1:]))
+        told.append(
+            f"{prepared.differing} of {held_out} held-out rows differ in {what}, constant in the training rows: their "
+            "log-likelihood is −∞, and the validation and test likelihoods are those of the other columns"
+        )
+    largest = max(map(abs, prepared.constant.values()), default=0.0)
+    if largest > 2.0**53:
+        told.append(
+            f"numbers as large as {largest:.3g}, in {what}, are rounded to multiples of {np.spacing(largest):.3g}, so that "
+            "different ones may look the same: subtract a constant before they become floating-point numbers"
+        )
+    return "; ".join(told)
 
 
 def expect_float32_spread(dataset: Dataset) -> None:

@@ -72,9 +72,11 @@ def expect_distinguishable(who: str, x: NDArray[np.generic], labels: Sequence[st
             spread = float((high - low) / widths if high > low else distance.std() * (distance[0] != distance[-1]))
             step = float(np.spacing(kind(abs(centre))))
         if 0 < spread < FEWEST_STEPS * step:
+            place = ", ".join(str(at + 1) for at in np.unravel_index(index, x.shape[1:])) if x.ndim > 2 else ""
+            where = f"entry ({place})" if place else _column(labels, index)
             raise ValueError(
                 f"{who}: expected numbers that {name} can tell apart, got a spread of {spread:.3g} around {centre:.6g} in "
-                f"{_column(labels, index)}, where {name} rounds to multiples of {step:.3g}; subtract a constant before "
+                f"{where}, where {name} rounds to multiples of {step:.3g}; subtract a constant before "
                 "anything is rounded, or leave the column out if it varies by rounding alone"
             )
 
