@@ -347,3 +347,17 @@ def test_a_damaged_recipe_is_one_line(digits, text):
     (digits / "recipe.toml").write_text(text)
     said = fails("train", "--resume", digits)
     assert f"{digits / 'recipe.toml'}: expected" in said and len(said) < 4000 and sys.getrecursionlimit() >= 1000
+
+
+def test_a_changed_recipe_is_refused_before_anything_is_built_by_it(digits, monkeypatch):
+    """65,536 layers took 45 s to build, and were then refused."""
+
+    def built(*args, **options):
+        raise AssertionError("built")
+
+    path = digits / "recipe.toml"
+    path.write_text(path.read_text().replace("layers = 2", "layers = 65536"))
+    monkeypatch.setattr("selfnorm.train.loop.build_flow", built)
+    assert "expected the recipe that the run started with, got a different architecture.layers" in fails(
+        "train", "--resume", digits
+    )

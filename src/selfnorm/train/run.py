@@ -181,6 +181,9 @@ def _resumed_run(
     with folder.locked():
         folder.remove_partial_files()
         found = checkpoint_to_resume(folder) if folder.last.exists() else None
+        if found:
+            with located(str(found[0])):
+                found[1].expect_recipe(recipe)  # before anything is built by it
         dataset = dataset_of(recipe, on_progress, columns=found[1].columns if found else None)
         if found and "data.origin" not in found[1].tensors:
             dataset = dataset.narrowed()
