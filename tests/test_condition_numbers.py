@@ -31,6 +31,7 @@ from selfnorm.models import fc_flow
 from selfnorm.runtime.context import step_context
 from selfnorm.runtime.rounding import Rounding
 from support.precision import FLOAT32, aligned, conditioned, oracle, shaken, typical, with_weights
+from support.transforms import LogProb
 
 # What well-conditioned flows do
 
@@ -234,15 +235,6 @@ TRANSFORMS = {
 def with_parameters(module, values):
     names = dict(module.named_parameters())
     return lambda x: functional_call(module, dict(zip(names, values, strict=True)), x)
-
-
-class LogProb(torch.nn.Module):
-    def __init__(self, flow):
-        super().__init__()
-        self.flow = flow
-
-    def forward(self, x):
-        return self.flow.log_prob(x)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # from torch, on its first forward-mode derivative

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from selfnorm import AffineCoupling, Chain, Flatten, Flow, SelfNormLinear, SmoothLeakyReLU, SplineActivation, Squeeze
 from selfnorm.models import conv_flow, fc_flow, glow
 from support.registry import REGISTRY
+from support.transforms import LogProb
 
 
 def linear():
@@ -54,14 +55,6 @@ def test_vmap_over_examples_gives_what_a_batch_gives(make):
 def test_vmap_over_an_ensemble_gives_what_each_flow_gives(make):
     flows, x = [shaken(make()) for _ in range(3)], batch(make)
     parameters, buffers = stack_module_state(flows)
-
-    class LogProb(torch.nn.Module):
-        def __init__(self, flow):
-            super().__init__()
-            self.flow = flow
-
-        def forward(self, x):
-            return self.flow.log_prob(x)
 
     template = LogProb(flows[0])
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import selfnorm
 from selfnorm.cli import app
-from selfnorm.data import delimited, load_dataset
+from selfnorm.data import headers, load_dataset
 from selfnorm.train.checkpoint import read_checkpoint, save_checkpoint
 from selfnorm.train.folder import RunFolder
 from support.commandline import fails, invoke, ok, read_csv
@@ -368,10 +368,10 @@ def test_a_run_does_not_guess_again_whether_there_is_a_header(tmp_path, monkeypa
     rows = np.random.default_rng(0).integers(2, 400, size=(60, 2))
     write_rows(tmp_path / "t.csv", "0,1", rows)
     run = tmp_path / "run"
-    monkeypatch.setattr(delimited, "is_header", lambda *args, **options: understood)
+    monkeypatch.setattr(headers, "is_header", lambda *args, **options: understood)
     ok("fit", tmp_path / "t.csv", *TINY, "--run", run)
     before = json.loads((run / "result.json").read_text())["test"]["nll"]
-    monkeypatch.setattr(delimited, "is_header", lambda *args, **options: not understood)
+    monkeypatch.setattr(headers, "is_header", lambda *args, **options: not understood)
     for name in ("best", "last") if forgotten else ():
         path = run / f"{name}.safetensors"
         save_checkpoint(path, replace(read_checkpoint(path), table=None))

@@ -32,3 +32,10 @@ def shrink_cifar10(monkeypatch):
         records[:, 1] = 2 * number, 2 * number + 1
         files[name] = records.tobytes()
     return files
+
+
+def write_columns(path, header, *columns):
+    """Writes columns of numbers or text as CSV."""
+    rows = [header, *(",".join(map(str, row)) for row in zip(*columns, strict=True))]
+    path.write_text("\n".join(rows) + "\n")
+    return path

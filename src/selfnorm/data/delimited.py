@@ -16,7 +16,7 @@ from typing import TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from selfnorm.data.headers import COMMA_NUMBER, WHOLE, all_quoted, is_header, is_number, may_be_header, may_be_row
+from selfnorm.data.headers import COMMA_NUMBER, WHOLE, all_quoted, is_number, read_first_line
 from selfnorm.data.labels import listed
 from selfnorm.data.safe_files import STANDARD_INPUT, byte_source, expect_fits_memory
 from selfnorm.data.separators import separator_of, split_cells, without_ends
@@ -69,24 +69,19 @@ class DelimitedFile:
         quoted = len(lines) > 1 and '"' not in lines[1] and all_quoted(lines[0], self._separator)
         cells = [cell.strip() for cell in first]
         self.guess = ""
-        is_open = header is None
+        guesses = header is None
         if header is None:
-            numeric = [cell for cell in cells if is_number(cell, self._commas)]
-            holds_names = _holds_names(cells, below, numeric, expected or ())
-            looks = holds_names or is_header(first, below, quoted=quoted, commas=self._commas, is_open=expected is None)
-            header = holds_names is True or (looks is True and (numeric_names or not numeric))
-            if looks:
-                unsure = bool(numeric) and may_be_row(cells, below, self._commas)
-            else:
-                unsure = numeric_names and (holds_names is None or may_be_header(cells, below, self._commas))
-            self.guess = _say_guess(cells, header) if unsure else ""
+            header, is_unsure = read_first_line(
+                first, below, quoted=quoted, commas=self._commas, numeric_names=numeric_names, expected=expected
+            )
+            self.guess = _say_guess(cells, header) if is_unsure else ""
         if header and not below:
             why = f": {self.guess}" if self.guess else ""
             raise ValueError(f"{path}: expected at least one row of numbers, got none{why}")
         if header and all(len(row) == len(first) + 1 for row in below):
             raise ValueError(f"{path}{_expected_names(first, below)}")
         self.names: tuple[str, ...] = tuple(cells) if header else ()
-        self._might_have_names = is_open and not header
+        self._might_have_names = guesses and not header
         self.width = len(first)
         rows = [row for row in (below if header else [first, *below]) if len(row) == self.width]
         self.pairs_of_whole_numbers = not header and self._separator == "," and self.width == 2 and _are_whole_pairs(rows)
@@ -269,22 +264,6 @@ def _first_lines(path: Path, stream: TextIO) -> list[str]:
             if len(lines) >= SAMPLE_LINES or (len(lines) > 2 and characters > SAMPLE_CHARACTERS):
                 break
     return lines
-
-
-def _holds_names(
-    cells: Sequence[str], below: Sequence[Sequence[str]], numeric: Sequence[str], names: Collection[str]
-) -> bool | None:
-    """Returns whether a line holds the names of the training data: all of them, or beside text some that are numbers.
-
-    A row may have such numbers, too. So names that are all numbers must stand in their order, or not be repeated below; None if
-    they do neither.
-    """
-    if not names or not (set(names) <= set(cells) or (numeric and set(numeric) <= set(names) and set(cells) > set(numeric))):
-        return False
-    rest, known = iter(names), set(names)
-    if known - set(numeric) or all(cell in rest for cell in numeric if cell in known):
-        return True
-    return None if any(cell == other.strip() for row in below for cell, other in zip(cells, row, strict=False)) else True
 
 
 def _say_guess(cells: Sequence[str], header: bool) -> str:

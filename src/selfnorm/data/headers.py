@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import dropwhile, pairwise
+from typing import NamedTuple
 
 WHOLE = re.compile(r"[+-]?[0-9]+")
 COMMA_NUMBER = re.compile(r"[+-]?[0-9]+,[0-9]+([eE][+-]?[0-9]+)?")
@@ -32,6 +33,37 @@ def is_number(text: str, commas: bool = False) -> bool:
 def is_unnamed(name: str) -> bool:
     """Returns whether a column has no name of its own: none at all, or the one that pandas gives to an index."""
     return UNNAMED.fullmatch(name) is not None
+
+
+class FirstLine(NamedTuple):
+    """Whether a first line is read as the header, and whether it may as well be the other: then the user is told."""
+
+    is_header: bool
+    is_unsure: bool
+
+
+def read_first_line(
+    first: Sequence[str],
+    below: Sequence[Sequence[str]],
+    *,
+    quoted: bool,
+    commas: bool,
+    numeric_names: bool,
+    expected: Collection[str] | None,
+) -> FirstLine:
+    """Returns how the first line of a table is read, judged by the lines below it.
+
+    quoted, commas:  see `is_header`.
+    numeric_names:   if False, a line with a number in it is no header, unless it holds the expected names.
+    expected:        the names in the training data, or none; None if nothing is known of the table.
+    """
+    cells = [cell.strip() for cell in first]
+    numeric = [cell for cell in cells if is_number(cell, commas)]
+    holds_names = _holds_names(cells, below, numeric, expected or ())
+    if holds_names or is_header(first, below, quoted=quoted, commas=commas, is_open=expected is None):
+        as_names = bool(holds_names) or numeric_names or not numeric
+        return FirstLine(as_names, bool(numeric) and may_be_row(cells, below, commas))
+    return FirstLine(False, numeric_names and (holds_names is None or may_be_header(cells, below, commas)))
 
 
 def is_header(
@@ -162,6 +194,22 @@ def _chance(numbers: Sequence[int], columns: Sequence[Sequence[str]], commas: bo
             return 1.0
         chance *= _share(value == number for value in values)
     return chance
+
+
+def _holds_names(
+    cells: Sequence[str], below: Sequence[Sequence[str]], numeric: Sequence[str], names: Collection[str]
+) -> bool | None:
+    """Returns whether a line holds the names of the training data: all of them, or beside text some that are numbers.
+
+    A row may have such numbers, too. So names that are all numbers must stand in their order, or not be repeated below; None if
+    they do neither.
+    """
+    if not names or not (set(names) <= set(cells) or (numeric and set(numeric) <= set(names) and set(cells) > set(numeric))):
+        return False
+    rest, known = iter(names), set(names)
+    if known - set(numeric) or all(cell in rest for cell in numeric if cell in known):
+        return True
+    return None if any(cell == other.strip() for row in below for cell, other in zip(cells, row, strict=False)) else True
 
 
 def _begins_unnamed(cells: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:

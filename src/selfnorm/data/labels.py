@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from selfnorm.data.headers import is_unnamed
 
@@ -19,6 +19,11 @@ def listed(names: Sequence[str], most: int = MOST_NAMED) -> str:
 def namer(labels: Sequence[str]) -> Callable[[int], str]:
     """Returns what a message calls a column: its label, or its number, from 1, if there are no labels."""
     return lambda index: labels[index] if labels else f"column {index + 1}"
+
+
+def entry_label(place: Iterable[int]) -> str:
+    """Returns what a message calls an entry of an array, counted from 1 along each axis."""
+    return f"entry ({', '.join(str(at + 1) for at in place)})"
 
 
 def positions_named(names: Sequence[str], width: int, name: str) -> list[int]:

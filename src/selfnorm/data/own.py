@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from selfnorm.data.arrays import as_examples, read_values
 from selfnorm.data.dataset import Dataset, permutation
 from selfnorm.data.dependence import dependence_fault, expect_independent
+from selfnorm.data.labels import entry_label
 from selfnorm.data.layout import EVERYTHING, TableLayout, constant_columns, kept_columns
 from selfnorm.data.outliers import describe_crowd, describe_outliers
 from selfnorm.data.prepare import Prepared, note_on_constants, prepare, with_notes
@@ -105,5 +106,4 @@ def _without_constants(path: Path, table: TableLayout, prepared: Prepared) -> Ta
 
 
 def _entry_labels(shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Returns what a message calls the entries of an array, from 1 along each axis."""
-    return tuple(f"entry ({', '.join(str(at + 1) for at in place)})" for place in np.ndindex(shape))
+    return tuple(entry_label(place) for place in np.ndindex(shape))

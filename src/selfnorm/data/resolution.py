@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from selfnorm.data.labels import namer
+from selfnorm.data.labels import entry_label, namer
 
 LARGEST_ROUNDING = 1e-3  # relative to the spread of a column
 FEWEST_STEPS = 10  # of rounding, in the spread of a column; its variance is then wrong by 0.08 %
@@ -72,8 +72,7 @@ def expect_distinguishable(who: str, x: NDArray[np.generic], labels: Sequence[st
             spread = float((high - low) / widths if high > low else distance.std() * (distance[0] != distance[-1]))
             step = float(np.spacing(kind(abs(centre))))
         if 0 < spread < FEWEST_STEPS * step:
-            place = ", ".join(str(at + 1) for at in np.unravel_index(index, x.shape[1:])) if x.ndim > 2 else ""
-            where = f"entry ({place})" if place else _column(labels, index)
+            where = entry_label(map(int, np.unravel_index(index, x.shape[1:]))) if x.ndim > 2 else _column(labels, index)
             raise ValueError(
                 f"{who}: expected numbers that {name} can tell apart, got a spread of {spread:.3g} around {centre:.6g} in "
                 f"{where}, where {name} rounds to multiples of {step:.3g}; subtract a constant before "
