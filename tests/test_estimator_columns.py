@@ -75,8 +75,10 @@ def test_times_alone_are_no_numbers(unit):
         lambda g: 1 + 1e-15 * g.normal(size=400),
         lambda g: 1e6 + 1e-9 * g.normal(size=400),
         lambda g: np.where(g.uniform(size=400) < 0.1, np.nextafter(3.0, 4.0), 3.0),
+        lambda g: 1 + np.spacing(1.0) * g.integers(0, 40, 400),
+        lambda g: np.r_[1e5, 999, 1 + np.spacing(1.0) * g.integers(0, 3, 398)],
     ],
-    ids=["sums", "noise", "offset", "two"],
+    ids=["sums", "noise", "offset", "two", "even", "outliers"],
 )
 @pytest.mark.parametrize("columns", [1, 30_000], ids=["few", "many"])
 def test_a_column_that_varies_by_rounding_alone_is_refused(draw, columns):

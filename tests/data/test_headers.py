@@ -113,6 +113,12 @@ def test_names_beside_a_column_of_text_may_be_a_row(tmp_path):
     assert "the numbers of the first line (0, 1, 2, itemA) are read as names: use --no-header if they are a row" in layout.notes
 
 
+def test_rows_that_are_constant_are_not_evenly_spaced(tmp_path):
+    rows = "".join(",".join(map(repr, row)) + "\n0,0,0\n" for row in normal_rows(3))
+    layout = read_values(write(tmp_path, "0.5,1.0,1.5\n" + rows))[1]
+    assert any("(0.5, 1.0, 1.5) are read as a row: use --header" in note for note in layout.notes)
+
+
 def normal_rows(columns):
     return np.random.default_rng(2).normal(size=(40, columns)).tolist()
 
@@ -325,6 +331,11 @@ def test_a_guess_is_said(tmp_path, text, said):
     assert ("first line" in notes) == bool(said)
     assert not said or f"the numbers of the first line ({said}) are read as names: use --no-header if they are a row" in notes
     assert "first line" not in " ".join(read_values(path, header=True)[1].notes)
+
+
+def test_an_index_of_texts_leaves_no_doubt(tmp_path):
+    layout = read_values(write(tmp_path, ",0,1\nx,0.5,1.5\ny,0.25,2\n"), drop=[""])[1]
+    assert layout.columns == ("0", "1") and not layout.notes
 
 
 def test_a_row_that_may_be_names_is_said(tmp_path):

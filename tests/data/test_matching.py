@@ -126,6 +126,13 @@ def test_names_that_are_numbers_are_found_beside_others(tmp_path, names, used):
     assert "are read as names: use --no-header if they are a row" in found.understood
 
 
+def test_names_of_the_training_data_are_names_in_any_order_beside_text_and_if_numbers_are_data(tmp_path):
+    path = write_columns(tmp_path / "t.csv", "2,1,a", [2, 1, 2], [1, 2, 1], [5, 6, 7])
+    assert matched(path, TableLayout(("a", "1", "2"), 3)).values.tolist() == [[5, 1, 2], [6, 2, 1], [7, 1, 2]]
+    path = write_columns(path, "0,1", [2, 3], [4, 5])
+    assert matched(path, TableLayout(("0", "1"), 2), numeric_names=False).values.tolist() == [[2, 4], [3, 5]]
+
+
 def test_another_number_of_columns_is_said_with_the_guess(tmp_path):
     path = write_columns(tmp_path / "t.csv", "2,1,7", *([1, 2, 3, 4],) * 3)
     with pytest.raises(

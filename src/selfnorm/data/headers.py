@@ -143,7 +143,7 @@ def may_be_header(first: Sequence[str], below: Sequence[Sequence[str]], commas: 
     """
     even = [row for row in below if len(row) == len(first)]
     numeric = [index for index, cell in enumerate(first) if is_number(cell.strip(), commas)]
-    if not numeric or any(len(first[index].strip()) >= LONGEST_NAME for index in numeric) or _continues([first, *even]):
+    if not numeric or _continues([first, *even]):
         return False
     cells, *lines = [[row[index].strip().replace(",", ".") for index in numeric] for row in (first, *even)]
     numbers = [float(cell) for cell in cells]

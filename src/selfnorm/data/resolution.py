@@ -57,6 +57,8 @@ def expect_distinguishable(who: str, x: NDArray[np.generic], labels: Sequence[st
     flat = x.reshape(len(x), -1)
     for index in _perhaps_coarse(flat, kind):
         column = flat[:, index]
+        if (column == column[0]).all():
+            continue
         with np.errstate(over="ignore", invalid="ignore"):
             if x.dtype.kind == "f":
                 floats = column.astype(kind, copy=False)
@@ -69,7 +71,7 @@ def expect_distinguishable(who: str, x: NDArray[np.generic], labels: Sequence[st
             apart = max(1, len(distance) // 200)  # on each side, since these may be outliers
             low, high = distance[min(apart, len(distance) - 1)], distance[-min(apart + 1, len(distance))]
             widths = 2 * NormalDist().inv_cdf(1 - min(apart + 0.5, 0.45 * len(distance)) / len(distance))
-            spread = float((high - low) / widths if high > low else distance.std() * (distance[0] != distance[-1]))
+            spread = float((high - low) / widths if high > low else distance.std())
             step = float(np.spacing(kind(abs(centre))))
         if 0 < spread < FEWEST_STEPS * step:
             where = entry_label(map(int, np.unravel_index(index, x.shape[1:]))) if x.ndim > 2 else _column(labels, index)
@@ -81,10 +83,11 @@ def expect_distinguishable(who: str, x: NDArray[np.generic], labels: Sequence[st
 
 
 def _perhaps_coarse(x: NDArray[np.generic], kind: type[np.floating]) -> list[int]:
-    """Returns the columns of x, (N, D), in which a sample of the rows spans few steps of a type, or none."""
+    """Returns the columns of x, (N, D), in which a sample of the rows spans few steps of a type; near 0 these are tiny."""
     some = x[:: max(1, len(x) // 200)].astype(np.float64)
     centre, spread = centre_and_spread(some)
-    columns: list[int] = np.flatnonzero(spread <= 4 * FEWEST_STEPS * np.spacing(np.abs(centre).astype(kind))).tolist()
+    coarse = spread <= 4 * FEWEST_STEPS * np.spacing(np.abs(centre).astype(kind))
+    columns: list[int] = np.flatnonzero(coarse & (centre != 0)).tolist()
     return columns
 
 
