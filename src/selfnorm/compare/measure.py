@@ -24,7 +24,7 @@ UNTIMED_SAMPLES, TIMED_SAMPLES = 5, 30  # calls of flow.sample(1)
 
 
 def is_finished(run: PlannedRun) -> bool:
-    """Returns whether the run's folder holds its result, and the last file that a run writes, unless it cannot be resumed."""
+    """Returns whether the run's folder holds its result and, if the run can be resumed, the last file that it writes."""
     folder = RunFolder(run.path)
     try:
         Result.read(folder.result)

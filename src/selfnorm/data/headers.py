@@ -36,7 +36,7 @@ def is_unnamed(name: str) -> bool:
 
 
 class FirstLine(NamedTuple):
-    """Whether a first line is read as the header, and whether it may as well be the other: then the user is told."""
+    """How a first line is read: as the header or as a row, and whether that is a guess that the user is told of."""
 
     is_header: bool
     is_unsure: bool
@@ -185,7 +185,7 @@ def _share(hold: Iterable[bool]) -> float:
 
 
 def _chance(numbers: Sequence[int], columns: Sequence[Sequence[str]], commas: bool) -> float:
-    """Returns about how likely a row of these columns has exactly these numbers; 1 if a column rises or falls from its own."""
+    """Returns about how likely a row has exactly these numbers; 1 if a column goes on rising or falling from its number."""
     chance = 1.0
     for number, column in zip(numbers, columns, strict=True):
         values = [float(cell.replace(",", ".")) for cell in map(str.strip, column) if is_number(cell, commas)]
